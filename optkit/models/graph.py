@@ -1,0 +1,168 @@
+"""The vocabulary of a decode step: values, weights, persistent state and the ops between them.
+
+A `Graph` says *what* one decode step computes for up to `rows` token rows; it says nothing of fusion, tasks or
+SMs. Every architecture file builds one; `plan/` and `execute/` read it. Widths are per token row: a value of
+width n is a tensor [rows, n]. Plain data, hashable, no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+DTYPE_BYTES = {"bf16": 2, "f32": 4, "i32": 4, "i64": 8}
+
+
+@dataclass(frozen=True)
+class Value:
+    """A step-local tensor [rows, width].
+
+    `round` is the rounding point of the op that makes it: the dtype the value is rounded to when it is produced
+    (the noise-band implementation and the kernel round here; float64 `ref` does not).
+    """
+
+    name: str
+    width: int
+    dtype: str = "bf16"  # bf16 | f32 | i32
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One logical weight as one rank holds it.
+
+    `source` lists the checkpoint tensors it is made from (without the wrapper prefix, e.g.
+    ``model.layers.3.self_attn.q_proj.weight``); `pack` names the reversible packing that makes the resident
+    tensor from them (see models/packing.py). `shape` is the resident shape on this rank, [out, in] for matrices,
+    [E, out, in] for stacked experts. dtype "mxfp4": two resident tensors, packed uint8 [..., in/2] and ue8m0
+    scales uint8 [..., in/32].
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    source: tuple[str, ...]
+    pack: str = "plain"
+
+    @property
+    def nbytes(self) -> int:
+        n = 1
+        for s in self.shape:
+            n *= s
+        return n // 2 + n // 32 if self.dtype == "mxfp4" else n * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class State:
+    """Persistent tensors that vLLM owns. `shape` is per slot (recurrent) or per token (kv)."""
+
+    name: str  # e.g. "L3.kv"
+    kind: str  # conv | recurrent | kv (paged rows: [blocks, block_size, width]) | kv_heads (paged K and V per kv head)
+    shape: tuple[int, ...]
+    dtype: str
+    layer: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op. `weights` maps role -> Weight name, `states` role -> State name, `attrs` holds constants."""
+
+    name: str  # "L3.in_proj"; unique
+    kind: str  # a key of models.ops.OPS
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    weights: tuple[tuple[str, str], ...] = ()
+    states: tuple[tuple[str, str], ...] = ()
+    attrs: tuple[tuple[str, Any], ...] = ()
+    layer: int = -1  # -1 before the first layer, `layers` after the last
+
+    def attr(self, key: str) -> Any:
+        return dict(self.attrs)[key]
+
+    def weight(self, role: str) -> str:
+        return dict(self.weights)[role]
+
+    def state(self, role: str) -> str:
+        return dict(self.states)[role]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One decode step of one rank.
+
+    `inputs` are step inputs by vLLM: "token" (i32 [rows]), "seq_len" (i32 [rows], length including the new
+    token), "block_table" (i32 [rows, max_blocks]), "slot_mapping" (i64 [rows], flat position of the new KV row,
+    negative = padding), "state_slot" (i32 [rows], <= 0 = padding); for a later pipeline stage also the prefix and
+    saved rows. `layers` is the half-open range of layers this graph covers.
+    """
+
+    name: str
+    family: str
+    rows: int
+    layers: tuple[int, int]
+    values: tuple[Value, ...]
+    weights: tuple[Weight, ...]
+    states: tuple[State, ...]
+    ops: tuple[Op, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...] = field(default=())
+
+    def value(self, name: str) -> Value:
+        return self._index("values")[name]
+
+    def weight(self, name: str) -> Weight:
+        return self._index("weights")[name]
+
+    def state(self, name: str) -> State:
+        return self._index("states")[name]
+
+    def op(self, name: str) -> Op:
+        return self._index("ops")[name]
+
+    def producer(self, value: str) -> Op:
+        index = self.__dict__.get("_producers")
+        if index is None:
+            index = {v: op for op in self.ops for v in op.outputs}
+            object.__setattr__(self, "_producers", index)
+        return index[value]
+
+    def _index(self, what: str) -> dict[str, Any]:
+        cache = self.__dict__.setdefault("_by_name", {})
+        if what not in cache:
+            cache[what] = {x.name: x for x in getattr(self, what)}
+        return cache[what]
+
+
+class Builder:
+    """Collects a Graph op by op; every `add` returns the names of the op's outputs."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Value] = {}
+        self.weights: dict[str, Weight] = {}
+        self.states: dict[str, State] = {}
+        self.ops: list[Op] = []
+
+    def weight(self, name: str, shape: tuple[int, ...], dtype: str = "bf16", source: tuple[str, ...] | None = None,
+               pack: str = "plain") -> str:
+        self.weights[name] = Weight(name, shape, dtype, source or (name,), pack)
+        return name
+
+    def state(self, name: str, kind: str, shape: tuple[int, ...], dtype: str, layer: int) -> str:
+        self.states[name] = State(name, kind, shape, dtype, layer)
+        return name
+
+    def add(self, name: str, kind: str, inputs: tuple[str, ...], outputs: tuple[tuple[str, int, str], ...], *,
+            weights: dict[str, str] | None = None, states: dict[str, str] | None = None, layer: int = -1,
+            **attrs: Any) -> tuple[str, ...]:
+        for out, width, dtype in outputs:
+            if out in self.values:
+                raise ValueError(f"value {out!r} has two producers")
+            self.values[out] = Value(out, width, dtype)
+        names = tuple(o[0] for o in outputs)
+        self.ops.append(Op(name, kind, inputs, names, tuple(sorted((weights or {}).items())),
+                           tuple(sorted((states or {}).items())), tuple(sorted(attrs.items())), layer))
+        return names
+
+    def build(self, **kw: Any) -> Graph:
+        return Graph(values=tuple(self.values.values()), weights=tuple(self.weights.values()),
+                     states=tuple(self.states.values()), ops=tuple(self.ops), **kw)
