@@ -242,7 +242,8 @@ def _git() -> tuple[str | None, bool | None]:
 
     def git(*args: str) -> str | None:
         try:
-            done = subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True, timeout=20)
+            done = subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True, timeout=20,
+                                  check=False)
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None

@@ -23,6 +23,15 @@ class Slice(NamedTuple):
     what: str
 
 
+STREAM_WORDS = ("dram", "stream", "load", "fetch")
+"""Slices whose `what` begins with one of these are memory traffic, all others are work or waiting of the SM."""
+
+
+def is_stream(s: Slice) -> bool:
+    """Whether a slice is weight traffic into the SM's ring."""
+    return s.what.lower().startswith(STREAM_WORDS)
+
+
 class StageCost(NamedTuple):
     """What one stage costs on one GPU: distinct DRAM bytes, the least time they take, and floating-point operations."""
 

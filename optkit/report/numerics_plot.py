@@ -11,7 +11,7 @@ from optkit.evidence import StageNumerics
 from optkit.report import svg
 
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 300.0, 52.0, 16.0, 14.0, 34.0
-MIN_WIDTH = 720.0
+MIN_WIDTH = 1040.0
 PITCH = 7.0
 """Pixels per stage: 135 stages of the 9-layer model fit in 1,000 px, and hover targets stay apart."""
 

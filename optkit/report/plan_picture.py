@@ -63,7 +63,7 @@ def layer_picture(plan: Plan, kind: Kind) -> Markup:
     for (src, dst, mechanism), names in inside.items():
         out.append(_bracket(gutter, lanes[(src, dst, mechanism)], src, dst, mechanism, names))
     for row, mechanism, names in stubs:
-        y = _centre(row) + 7
+        y = _centre(row)
         shape = svg.element("path", svg.title("from an earlier layer: " + ", ".join(names)),
                             d=f"M {gutter - STUB:.1f} {y:.1f} H {gutter - 4:.1f}", cls="edge stub",
                             stroke=svg.MECHANISM[mechanism])

@@ -11,12 +11,12 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from optkit.plan.types import Plan
-from optkit.report import svg
+from optkit.report import inputs, svg
 from optkit.report.inputs import Slice
 
 MAX_SMS, MAX_SLICES = 12, 3000
 """3,000 rectangles are some 400 kB of SVG; a report must open on a phone."""
-WIDTH, ROW, LEFT, TOP = 1040.0, 15.0, 58.0, 8.0
+WIDTH, ROW, LEFT, TOP = 1040.0, 18.0, 58.0, 8.0
 IDLE = ("wait", "idle", "stall")
 
 
@@ -53,8 +53,9 @@ def timeline(slices: Sequence[Slice], plan: Plan) -> Timeline:
     for s in drawn:
         tip = svg.title(f"{s.stage} ({s.what}), SM {s.sm}: {s.start_us:.2f}–{s.end_us:.2f} µs")
         idle = s.what.startswith(IDLE)
-        out.append(svg.element("rect", tip, x=LEFT + s.start_us * scale, y=TOP + ROW * row_of[s.sm] + 2,
-                               width=max((s.end_us - s.start_us) * scale, 0.4), height=ROW - 4,
+        top, thick = (ROW - 4, 3.0) if inputs.is_stream(s) else (1.0, ROW - 6)
+        out.append(svg.element("rect", tip, x=LEFT + s.start_us * scale, y=TOP + ROW * row_of[s.sm] + top,
+                               width=max((s.end_us - s.start_us) * scale, 0.4), height=thick,
                                fill="var(--idle)" if idle else colours[bodies.get(s.stage, s.stage)]))
     part = "the whole step" if len(drawn) == len(chosen) else f"the first {end:.1f} of {total:.1f} µs"
     return Timeline(svg.frame(WIDTH, height, out, f"Simulated timeline, {part}"), colours,

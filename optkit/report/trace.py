@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from optkit.plan.types import Plan
-from optkit.report.inputs import Slice, slices
+from optkit.report.inputs import Slice, is_stream, slices
 
 DRAM, SMS = 1, 2
 PROCESSES = {DRAM: "DRAM stream (simulated)", SMS: "SMs (simulated)"}
-STREAM_WORDS = ("dram", "stream", "load", "fetch")
-"""Slices whose `what` begins with one of these are memory traffic, all others are work or waiting of the SM."""
 
 
 def trace(rows: Iterable[Any], plan: Plan, max_sms: int | None = None) -> dict[str, Any]:
@@ -61,4 +59,4 @@ def write_trace(path: Path, rows: Iterable[Any], plan: Plan, max_sms: int | None
 
 
 def _process(s: Slice) -> int:
-    return DRAM if s.what.lower().startswith(STREAM_WORDS) else SMS
+    return DRAM if is_stream(s) else SMS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_slices_of_one_thread_do_not_overlap(plan: Plan, timeline: list[Any]) ->
         lanes[(e["pid"], e["tid"])].append((e["ts"], e["ts"] + e["dur"]))
     for spans in lanes.values():
         spans.sort()
-        assert all(a[1] <= b[0] + 1e-6 for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(spans))
 
 
 def test_cap_and_stage_index(plan: Plan, timeline: list[Any]) -> None:
