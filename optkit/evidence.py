@@ -18,7 +18,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -36,6 +36,9 @@ PACKAGES = ("optkit", "torch", "numpy", "hydra-core", "omegaconf", "pydantic", "
 
 Status = Literal["pass", "fail", "not_run"]
 Number = bool | int | float | str | None
+
+
+MANIFEST = "artifact/manifest.json"
 
 
 class EvidenceError(ValueError):
@@ -142,6 +145,11 @@ class HardwareRecord(_Model):
             raise ValueError("hardware evidence holds only checks that ran, and at least one")
         return self
 
+    @property
+    def digest(self) -> str:
+        """sha256 of the record's canonical JSON; the manifest names the hardware evidence by it."""
+        return hashlib.sha256(self.model_dump_json(by_alias=True).encode()).hexdigest()
+
 
 class Bundle(_Model):
     """The content of ``evidence.json``. `scope` says what the artifact accepts, `not_covered` what runs elsewhere.
@@ -182,6 +190,9 @@ class Bundle(_Model):
         return self.model_dump_json(by_alias=True, indent=1) + "\n"
 
 
+Seal = Callable[[Path, Bundle], Iterable[str]]
+
+
 def verdict(checks: Sequence[Check]) -> str:
     """"verified", "verified except hardware (n)" with n checks not run, or "failed (n)" with n checks failed.
 
@@ -200,13 +211,13 @@ def bundle(checks: Iterable[Check], prov: Provenance, *, numerics: Iterable[Stag
            scope: Mapping[str, Any] | None = None, not_covered: Iterable[str] = (), repeat: str = "") -> Bundle:
     """The evidence of a run. Checks without a `repeat` command get `repeat` (default: the run's own command).
 
-    Cubins are the files of the provenance that end in ``.cubin``.
+    Cubins are the ``artifact/*.cubin`` of the provenance's files: what is served. Compile probes are not among them.
     """
     command = repeat or prov.command
     full = tuple(c if c.repeat else Check(c.name, c.status, c.value, c.threshold, c.reason, command) for c in checks)
     return Bundle(verdict=verdict(full), scope=dict(scope or {}), not_covered=tuple(not_covered), checks=full,
                   numerics=tuple(numerics), provenance=prov,
-                  cubins={k: v for k, v in prov.files.items() if k.endswith(".cubin")})
+                  cubins={k: v for k, v in prov.files.items() if k.startswith("artifact/") and k.endswith(".cubin")})
 
 
 def sha256(path: Path) -> str:
@@ -320,11 +331,10 @@ def merge(base: Bundle, hardware: Iterable[HardwareRecord]) -> Bundle:
         for c in r.checks:
             latest.setdefault(c.name, {})[r.cubin_sha256] = (r, c)
     kernels = set(base.cubins.values())
-    gpu_names = set(latest)
     checks = [_resolve(c, latest[c.name], kernels) if c.status == "not_run" and c.name in latest else c
               for c in base.checks]
     present = {c.name for c in checks}
-    checks += [_resolve(next(iter(latest[n].values()))[1], latest[n], kernels) for n in sorted(gpu_names - present)]
+    checks += [_resolve(next(iter(latest[n].values()))[1], latest[n], kernels) for n in sorted(set(latest) - present)]
     return base.model_copy(update={"checks": tuple(checks), "hardware": tuple(records), "verdict": verdict(checks)})
 
 
@@ -339,6 +349,24 @@ def _resolve(check: Check, found: Mapping[str, tuple[HardwareRecord, Check]], ke
         return Check(check.name, worst.status, worst.value, worst.threshold, reason, repeat)
     return Check(check.name, "not_run", None, check.threshold,
                  f"needs a GPU: {missing} of {len(kernels)} kernels have no hardware evidence yet", repeat)
+
+
+def merge_run(run_dir: Path, records: Iterable[HardwareRecord], seal: Seal | None = None) -> Bundle:
+    """`merge` into a run directory: its digests must hold, then evidence.json is replaced.
+
+    `seal` puts the new verdict into the artifact (export does that) and returns the relative paths it rewrote, whose
+    digests are then taken anew. The manifest proves itself by its own digest when it is sealed, so a merge that was
+    interrupted between the two files can be repeated.
+    """
+    own = f"digest/{MANIFEST}" if seal else ""
+    if bad := [c for c in reverify(run_dir) if c.status == "fail" and c.name != own]:
+        raise EvidenceError(f"{run_dir}: {bad[0].name}: {bad[0].reason}; nothing merged")
+    merged = merge(load(run_dir), records)
+    if seal:
+        files = merged.provenance.files | {name: sha256(run_dir / name) for name in seal(run_dir, merged)}
+        merged = merged.model_copy(update={"provenance": merged.provenance.model_copy(update={"files": files})})
+    write(run_dir / "evidence.json", merged)
+    return merged
 
 
 def reverify(run_dir: Path) -> tuple[Check, ...]:
@@ -371,8 +399,11 @@ def reverify(run_dir: Path) -> tuple[Check, ...]:
     return tuple(checks)
 
 
-def main_evidence(argv: Sequence[str]) -> int:
-    """`optkit evidence show|verify|merge`. Exit 0 if nothing failed, 1 if something did, 2 for bad input."""
+def main_evidence(argv: Sequence[str], seal: Seal | None = None) -> int:
+    """`optkit evidence show|verify|merge`. Exit 0 if nothing failed, 1 if something did, 2 for bad input.
+
+    `seal` as in `merge_run`.
+    """
     usage = ("usage: optkit evidence show RUN_DIR | verify RUN_DIR | merge RUN_DIR HARDWARE.json [HARDWARE.json ...]\n"
              "  show    the verdict and every check\n  verify  compute all digests of the run directory again\n"
              "  merge   add what a machine with the GPU found, matched by the cubin's sha256")
@@ -388,12 +419,8 @@ def main_evidence(argv: Sequence[str]) -> int:
             checks: Sequence[Check] = reverify(run_dir)
             word = verdict(checks)
         else:
-            evidence = load(run_dir)
-            if argv[0] == "merge":
-                if bad := [c for c in reverify(run_dir) if c.status == "fail"]:
-                    raise EvidenceError(f"{run_dir}: {bad[0].name}: {bad[0].reason}; nothing merged")
-                evidence = merge(evidence, [load_hardware(Path(p)) for p in argv[2:]])
-                write(run_dir / "evidence.json", evidence)
+            evidence = (load(run_dir) if argv[0] == "show"
+                        else merge_run(run_dir, [load_hardware(Path(p)) for p in argv[2:]], seal))
             checks, word = evidence.checks, evidence.verdict
     except EvidenceError as e:
         print(f"optkit evidence: {e}", file=sys.stderr)

@@ -129,6 +129,33 @@ def test_two_kernels_need_two_records(run_dir: Path, checks: list[Check]) -> Non
     assert ev.merge(one, [record(second, Check("gpu/rollout", "pass", 64, 64))]).verdict == "verified"
 
 
+def test_merge_seals_the_artifact_and_can_be_repeated(run_dir: Path, checks: list[Check], prov: ev.Provenance) -> None:
+    ev.write(run_dir / "evidence.json", ev.bundle(checks, prov))
+    hardware = record(run_dir / "artifact" / "step.cubin", Check("gpu/rollout", "pass", 64, 64))
+
+    def seal(folder: Path, merged: ev.Bundle) -> list[str]:
+        (folder / ev.MANIFEST).write_text(json.dumps({"verdict": merged.verdict, "by": hardware.digest}))
+        return [ev.MANIFEST]
+
+    def power_cut(folder: Path, merged: ev.Bundle) -> list[str]:
+        seal(folder, merged)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ev.merge_run(run_dir, [hardware], power_cut)
+    assert ev.load(run_dir).verdict == "verified except hardware (1)"
+    with pytest.raises(ev.EvidenceError, match="manifest.json: content differs"):
+        ev.merge_run(run_dir, [hardware])
+    assert ev.merge_run(run_dir, [hardware], seal).verdict == "verified"
+    assert ev.verdict(ev.reverify(run_dir)) == "verified"
+
+
+def test_compile_probes_need_no_hardware(run_dir: Path, checks: list[Check]) -> None:
+    (run_dir / "probe_sm_100a.cubin").write_bytes(b"probe")
+    prov = ev.provenance(recipe="r", recipe_digest="a", plan_digest="b", root=run_dir, files=run_dir.rglob("*.cubin"))
+    assert set(ev.bundle(checks, prov).cubins) == {"artifact/step.cubin"} < set(prov.files)
+
+
 def test_hardware_record_holds_only_what_ran(run_dir: Path) -> None:
     with pytest.raises(ValueError, match="only checks that ran"):
         record(run_dir / "artifact" / "step.cubin", Check("gpu/x", "not_run", reason="no GPU"))
