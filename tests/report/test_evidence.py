@@ -110,6 +110,15 @@ def test_merge_adds_hardware(run_dir: Path, checks: list[Check], prov: ev.Proven
     assert ev.merge(base, [bad]).verdict == "failed (1)"
 
 
+def test_the_newest_hardware_result_counts(run_dir: Path, checks: list[Check], prov: ev.Provenance) -> None:
+    cubin = run_dir / "artifact" / "step.cubin"
+    old = record(cubin, Check("gpu/rollout", "fail", 3, 64, "token 3 differs"), time="2026-01-01T00:00:00+00:00")
+    new = record(cubin, Check("gpu/rollout", "pass", 64, 64), time="2026-02-01T00:00:00+00:00")
+    base = ev.bundle(checks, prov)
+    assert ev.merge(base, [old, new]).verdict == ev.merge(base, [new, old]).verdict == "verified"
+    assert len(ev.merge(ev.merge(base, [new]), [old]).hardware) == 2
+
+
 def test_merge_refuses_another_cubin(run_dir: Path, checks: list[Check], prov: ev.Provenance) -> None:
     base = ev.bundle(checks, prov)
     (run_dir / "artifact" / "step.cubin").write_bytes(b"\x7fELF two")

@@ -8,6 +8,7 @@ import subprocess
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,8 +17,9 @@ import pytest
 from optkit.evidence import Check, Provenance, StageNumerics, bundle
 from optkit.plan.types import Plan
 from optkit.report.html import render, write_report
-from optkit.report.inputs import stream_bytes
+from optkit.report.inputs import slices, stream_bytes
 from optkit.report.plan_picture import kinds, layer_picture
+from optkit.report.timeline import MAX_SLICES, timeline
 
 Page = Callable[..., str]
 
@@ -28,7 +30,8 @@ def page(checks: list[Check], prov: Provenance, numerics: list[StageNumerics], p
     def make(extra: tuple[Check, ...] = (), **kw: Any) -> str:
         evidence = bundle([*checks, *extra], prov, numerics=numerics, scope={"batch": [1, 2, 4, 8], "gpu": "sm_90a"},
                           not_covered=["prefill and mixed steps"])
-        return render(evidence, **({"plan": plan, "timeline": timeline, "costs": costs} | kw))
+        given: dict[str, Any] = {"plan": plan, "timeline": timeline, "costs": costs} | kw
+        return render(evidence, **given)
     return make
 
 
@@ -46,6 +49,8 @@ def test_sections_and_words(page: Page) -> None:
     assert sections(text) == ["scope", "checks", "numerics", "plan", "timeline", "cost", "memory", "ablations",
                               "provenance"]
     assert "verified except hardware (1)" in text and "+11.50" in text
+    viewport = next(m for m in parsed(text).iter("meta") if m.attrib.get("name") == "viewport")
+    assert viewport.attrib["content"] == "width=device-width, initial-scale=1", "a phone would show a desktop page"
     for a in parsed(text).iter("a"):
         assert f'id="{a.attrib["href"][1:]}"' in text
 
@@ -85,8 +90,8 @@ def test_nothing_is_loaded_from_elsewhere(page: Page) -> None:
         def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
             if tag in ("script", "link", "img", "iframe", "object", "embed", "base", "use", "image"):
                 self.found.append(tag)
-            self.found += [f"{tag} {k}={v}" for k, v in attrs
-                           if k in ("src", "href", "xlink:href", "data", "srcset") and not (v or "").startswith("#")]
+            self.found.extend(f"{tag} {k}={v}" for k, v in attrs if not (v or "").startswith("#")
+                              and k in ("src", "href", "xlink:href", "data", "srcset"))
 
     text = page()
     loads = Loads()
@@ -123,6 +128,37 @@ def test_plan_picture(plan: Plan) -> None:
     assert {p.attrib["stroke"] for p in paths} >= {"var(--m-counter)", "var(--m-barrier)", "var(--m-peer)"}
 
 
+def test_brackets_of_one_lane_do_not_overlap(plan: Plan) -> None:
+    picture = ET.fromstring(layer_picture(plan, kinds(plan)[1]))
+    lanes: dict[str, list[tuple[float, float]]] = {}
+    for p in picture.iter():
+        if p.attrib.get("class") == "edge":
+            top, lane, bottom = re.search(r"M \S+ (\S+) .* Q (\S+) .* V (\S+) Q", p.attrib["d"]).groups()  # type: ignore[union-attr]
+            lanes.setdefault(lane, []).append((float(top), float(bottom)))
+    assert len(lanes) > 2
+    for spans in lanes.values():
+        spans.sort()
+        assert all(a[1] <= b[0] for a, b in pairwise(spans))
+
+
+def test_strip_shows_the_sms_that_run_a_stage(plan: Plan) -> None:
+    from dataclasses import replace
+    stage = replace(plan.stages[0], tasks=10, first_sm=127)
+    one = replace(plan, stages=(stage,), edges=())
+    used = [r for r in ET.fromstring(layer_picture(one, kinds(one)[0])).iter() if r.attrib.get("class") == "used"]
+    strip = next(r for r in ET.fromstring(layer_picture(one, kinds(one)[0])).iter() if r.attrib.get("class") == "strip")
+    spans = [(float(r.attrib["x"]) - float(strip.attrib["x"]), float(r.attrib["width"])) for r in used]
+    assert spans == [(127, 5), (0, 5)], "132 SMs on 132 pixels: SMs 127..131 and 0..4"
+
+
+def test_a_long_timeline_is_cut_and_says_so(plan: Plan) -> None:
+    rows = [(0, plan.stages[0].name, float(i), i + 1.0, "compute") for i in range(2 * MAX_SLICES)]
+    drawn = timeline(slices(rows), plan)
+    assert drawn.shown == f"the first {MAX_SLICES}.0 of {2 * MAX_SLICES}.0 µs, 1 of 1 SMs"
+    assert drawn.picture.count("<rect") == MAX_SLICES
+    assert timeline(slices(rows[:9]), plan).shown == "the whole step, 1 of 1 SMs"
+
+
 def test_switching_a_fusion_off_changes_the_picture(plan: Plan) -> None:
     from dataclasses import replace
     first = plan.stages[0]
@@ -155,7 +191,8 @@ PROBE = """<script>addEventListener("load", () => {
 @pytest.mark.parametrize("width", [390, 1280])
 def test_in_a_browser_nothing_overflows(page: Page, tmp_path: Path, width: int) -> None:
     """Headless Chromium does not go below a 500-pixel window, so the page is measured inside a frame of the width."""
-    (tmp_path / "report.html").write_text(page().replace("</head>", PROBE + "</head>"))
+    unbroken = Check("verify/" + "long" * 40, "fail", "v" * 90, "t" * 90, "reason" * 40, "command" * 30)
+    (tmp_path / "report.html").write_text(page((unbroken,)).replace("</head>", PROBE + "</head>"))
     (tmp_path / "frame.html").write_text(
         f"<!DOCTYPE html><title>-</title><iframe src='report.html' style='width:{width}px;height:900px;border:0' "
         "onload='setTimeout(() => document.title = this.contentDocument.title, 0)'></iframe>")
