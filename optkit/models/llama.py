@@ -16,9 +16,11 @@ from optkit.models.step import StepBuilder
 FAMILY = "llama"
 MODEL_TYPES = ("llama",)
 WRAPPER_PREFIX = "language_model."
-IGNORED_PREFIXES: tuple[str, ...] = ()
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-"""Old checkpoints carry the rotary table, which follows from config.json."""
+
+
+def ignores(name: str, constants: Mapping[str, Any]) -> bool:
+    """True for tensors that HF does not read either: old files' rotary table, and a tied head that is stored again."""
+    return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and constants["tie_word_embeddings"])
 
 
 @dataclass(frozen=True)
