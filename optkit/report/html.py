@@ -57,6 +57,7 @@ def render(evidence: Bundle, *, plan: Plan | None = None, costs: Iterable[Any] =
     return environment.get_template("report.html.j2").render(
         evidence=evidence, words=WORDS, state=_state(evidence), counts=Counter(c.status for c in evidence.checks),
         groups=_groups(evidence.checks), scope=_flat(evidence.scope), plan=plan,
+        choices=_choices(plan) if plan else [],
         numerics_svg=numerics_plot(evidence.numerics) if evidence.numerics else None,
         worst=sorted(evidence.numerics, key=_margin, reverse=True)[:WORST], margin=_margin,
         pictures=[(k.title, layer_picture(plan, k)) for k in drawn[:MAX_KINDS]] if plan else [],
@@ -100,9 +101,20 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         if isinstance(value, Mapping):
             rows += _flat(value, f"{prefix}{key}.")
         else:
-            rows.append((prefix + str(key),
-                         ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)))
+            rows.append((prefix + str(key), _shown(value)))
     return rows
+
+
+def _choices(plan: Plan) -> list[tuple[str, list[str]]]:
+    """(group, ["key value", ...]) of the choices that the plan was made with."""
+    return [(group, [f"{k} {v}" for k, v in _flat(values)] if isinstance(values, Mapping) else [_shown(values)])
+            for group, values in plan.choices]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_shown, value)) or "none"
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
 def number(value: Any) -> str:

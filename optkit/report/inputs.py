@@ -7,6 +7,7 @@ all taken, so that nothing here depends on how the cost model stores them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -89,7 +90,11 @@ def stream_bytes(stage: Stage) -> tuple[int, bool]:
     return total, any(s.index for s in stage.streams)
 
 
+def without_layer(name: str) -> str:
+    """A stage's or op's name without its layer: "L3.in_proj" -> "in_proj"; names of another form stay."""
+    return re.sub(r"^L\d+\.", "", name)
+
+
 def short_name(stage: Stage) -> str:
-    """The stage's name without its layer: "L3.in_proj" -> "in_proj"."""
-    prefix, dot, rest = stage.name.partition(".")
-    return rest if dot and prefix[:1] == "L" and prefix[1:].isdigit() else stage.name
+    """The stage's name without its layer."""
+    return without_layer(stage.name)

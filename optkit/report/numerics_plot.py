@@ -17,9 +17,11 @@ PITCH = 7.0
 
 
 def numerics_plot(rows: Sequence[StageNumerics]) -> Markup:
-    """One column per stage in the order given. Errors of exactly 0 sit on the bottom line. Raises ValueError if empty."""
+    """One column per stage, layer by layer (in the plan, stages of neighbouring layers may interleave), otherwise in
+    the order given. Errors of exactly 0 sit on the bottom line. Raises ValueError if empty."""
     if not rows:
         raise ValueError("numerics: no stages to draw")
+    rows = sorted(rows, key=lambda r: r.layer)
     width = max(MIN_WIDTH, LEFT + RIGHT + PITCH * len(rows))
     pitch = (width - LEFT - RIGHT) / len(rows)
     shown = [v for r in rows for v in (r.median, r.maximum, r.median_limit, r.max_limit) if math.isfinite(v) and v > 0]

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from optkit.plan.types import Edge, Plan, Stage
 from optkit.report import svg
-from optkit.report.inputs import short_name, stream_bytes
+from optkit.report.inputs import short_name, stream_bytes, without_layer
 
 ROW, BOX, LANE, STUB = 44.0, 34.0, 9.0, 16.0
 BOX_WIDTH, STRIP = 372.0, 132.0
@@ -23,11 +23,13 @@ WEIGHTLESS = "–"
 
 
 class Kind(NamedTuple):
-    """Layers that share one list of stages. `stages` are indices into the Plan, of the first of `layers`."""
+    """Layers that share one list of stages. `stages` are indices into the Plan, of the first of `layers`; `guests` are
+    stages of neighbouring layers that run among them: an overlap can be seen there."""
 
     title: str
     layers: tuple[int, ...]
     stages: tuple[int, ...]
+    guests: tuple[int, ...] = ()
 
 
 def kinds(plan: Plan) -> list[Kind]:
@@ -38,23 +40,32 @@ def kinds(plan: Plan) -> list[Kind]:
     found: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for layer, members in by_layer.items():
         found.setdefault(tuple((short_name(plan.stages[i]), plan.stages[i].body) for i in members), []).append(layer)
-    return [Kind(_title(layers), tuple(layers), tuple(by_layer[layers[0]])) for layers in found.values()]
+    out = []
+    for layers in found.values():
+        own = by_layer[layers[0]]
+        guests = tuple(i for i in range(own[0], own[-1]) if plan.stages[i].layer != layers[0])
+        out.append(Kind(_title(plan, layers), tuple(layers), tuple(own), guests))
+    return out
 
 
-def _title(layers: Sequence[int]) -> str:
+def _title(plan: Plan, layers: Sequence[int]) -> str:
     if len(layers) == 1:
-        return "before the layers" if layers[0] < 0 else f"layer {layers[0]}"
+        last = max(s.layer for s in plan.stages)
+        tail = layers[0] == last and "logits" in (o.rpartition(".")[2] for s in plan.stages if s.layer == last
+                                                  for o in s.ops)
+        return "before the layers" if layers[0] < 0 else "after the layers" if tail else f"layer {layers[0]}"
     listed = ", ".join(map(str, layers[:8])) + (", …" if len(layers) > 8 else "")
     return f"layer {layers[0]}, which stands for {len(layers)} layers ({listed})"
 
 
 def layer_picture(plan: Plan, kind: Kind) -> Markup:
     """Stages of `kind` from top to bottom."""
-    position = {stage: row for row, stage in enumerate(kind.stages)}
+    rows = sorted((*kind.stages, *kind.guests))
+    position = {stage: row for row, stage in enumerate(rows)}
     inside, stubs = _edges(plan, position)
     lanes, lane_count = _lanes(inside)
     gutter = STUB + 14 + LANE * max(lane_count, 1)
-    height = 26 + ROW * len(kind.stages)
+    height = 26 + ROW * len(rows)
     columns = (gutter + BOX_WIDTH + 14, gutter + BOX_WIDTH + 152, gutter + BOX_WIDTH + 170)
     out = [svg.text(gutter, 14, "stage, body, operations fused into it", cls="tick"),
            svg.text(columns[0], 14, "tasks / units", cls="tick"),
@@ -68,8 +79,8 @@ def layer_picture(plan: Plan, kind: Kind) -> Markup:
                             d=f"M {gutter - STUB:.1f} {y:.1f} H {gutter - 4:.1f}", cls="edge stub",
                             stroke=svg.MECHANISM[mechanism])
         out.append(shape + _arrow(gutter, y, mechanism))
-    for row, index in enumerate(kind.stages):
-        out += _stage_row(plan, plan.stages[index], gutter, row, columns)
+    for row, index in enumerate(rows):
+        out += _stage_row(plan, plan.stages[index], gutter, row, columns, index in kind.guests)
     return svg.frame(columns[2] + STRIP + 8, height, out, f"Stages of {kind.title}")
 
 
@@ -123,9 +134,10 @@ def _arrow(x: float, y: float, mechanism: str) -> str:
                        fill=svg.MECHANISM[mechanism])
 
 
-def _stage_row(plan: Plan, stage: Stage, gutter: float, row: int, columns: tuple[float, float, float]) -> list[str]:
+def _stage_row(plan: Plan, stage: Stage, gutter: float, row: int, columns: tuple[float, float, float],
+               guest: bool) -> list[str]:
     y = 26 + ROW * row
-    operations = ", ".join(o.partition(".")[2] or o for o in stage.ops)
+    operations = ", ".join(without_layer(o) for o in stage.ops)
     limit = 58
     clipped = operations if len(operations) <= limit else operations[:limit - 1] + "…"
     total, bound = stream_bytes(stage)
@@ -133,8 +145,9 @@ def _stage_row(plan: Plan, stage: Stage, gutter: float, row: int, columns: tuple
     tip = f"{stage.name}: {operations}; {stage.tasks} tasks, {stage.units} units ({stage.assign}), " \
           f"{stage.smem} bytes of shared memory, at most {stage.regs} registers"
     first, middle = gutter + 10, y + 14
-    out = [svg.element("rect", svg.title(tip), x=gutter, y=y, width=BOX_WIDTH, height=BOX, rx=5, cls="box"),
-           svg.text(first, middle, short_name(stage), cls="name"),
+    out = [svg.element("rect", svg.title(tip), x=gutter, y=y, width=BOX_WIDTH, height=BOX, rx=5,
+                       cls="box guest" if guest else "box"),
+           svg.text(first, middle, stage.name if guest else short_name(stage), cls="name"),
            svg.text(gutter + BOX_WIDTH - 10, middle, stage.body, text_anchor="end", cls="body"),
            svg.text(first, y + 28, clipped, cls="ops"),
            svg.text(columns[0], y + 21, f"{stage.tasks} / {stage.units}", cls="figure"),

@@ -41,7 +41,8 @@ def plan() -> Plan:
                 edges.append(Edge(i - 3, i, f"L{layer}.far{i}", "war", "same_sm" if i % 2 else "tagged"))
     return Plan("hand/made", "0" * 64, (("name", "h200"),), SMS, 8, (("tp", 1),), tuple(stages),
                 (Segment("dense", 0, 1), Segment("kda_moe", 1, 2)), (), tuple(edges), (), 11, 18432, 288,
-                (("fusion.norm_projection", True), ("overlap.weight_stream", True), ("sync.mechanism", "counter")),
+                (("fusion", {"norm_projection": True}), ("overlap", {"weight_stream": False}),
+                 ("sync", {"mechanism": "counter", "overrides": ()})),
                 (("weights", 7_340_032), ("kv", 1_048_576), ("total", 8_388_608)))
 
 

@@ -159,6 +159,16 @@ def test_a_long_timeline_is_cut_and_says_so(plan: Plan) -> None:
     assert timeline(slices(rows[:9]), plan).shown == "the whole step, 1 of 1 SMs"
 
 
+def test_a_stage_of_the_next_layer_is_shown_where_it_runs(plan: Plan) -> None:
+    from dataclasses import replace
+    early = replace(plan.stages[6], name="L1.stats", body="blockstats")
+    other = replace(plan, stages=(*plan.stages[:3], early, *plan.stages[3:6], *plan.stages[7:]), edges=())
+    first = kinds(other)[0]
+    assert (first.stages, first.guests) == ((0, 1, 2, 4, 5, 6), (3,))
+    names = [t.text for t in ET.fromstring(layer_picture(other, first)).iter() if t.attrib.get("class") == "name"]
+    assert names == ["x_a", "qkv", "o", "L1.stats", "ya", "gate_up", "ym"]
+
+
 def test_switching_a_fusion_off_changes_the_picture(plan: Plan) -> None:
     from dataclasses import replace
     first = plan.stages[0]
