@@ -86,7 +86,7 @@ def _stage_name(stage: Any, plan: Plan | None) -> str:
 
 def stream_bytes(stage: Stage) -> tuple[int, bool]:
     """Bytes a stage pulls through the weight rings of all SMs, and whether that is only a bound (routed experts)."""
-    total = sum((s.count or stage.units) * s.tiles * s.tile_bytes for s in stage.streams)
+    total = sum((s.count or stage.units) * s.tiles * s.repeat * s.tile_bytes for s in stage.streams)
     return total, any(s.index for s in stage.streams)
 
 

@@ -142,6 +142,7 @@ def _stage_row(plan: Plan, stage: Stage, gutter: float, row: int, columns: tuple
     clipped = operations if len(operations) <= limit else operations[:limit - 1] + "…"
     total, bound = stream_bytes(stage)
     weights = f"{'≤ ' if bound else ''}{total / 1e6:.2f} MB" if total else WEIGHTLESS
+    ahead = "queued ahead" if stage.streams and stage.param("stream") == "ahead" else ""
     tip = f"{stage.name}: {operations}; {stage.tasks} tasks, {stage.units} units ({stage.assign}), " \
           f"{stage.smem} bytes of shared memory, at most {stage.regs} registers"
     first, middle = gutter + 10, y + 14
@@ -151,7 +152,8 @@ def _stage_row(plan: Plan, stage: Stage, gutter: float, row: int, columns: tuple
            svg.text(gutter + BOX_WIDTH - 10, middle, stage.body, text_anchor="end", cls="body"),
            svg.text(first, y + 28, clipped, cls="ops"),
            svg.text(columns[0], y + 21, f"{stage.tasks} / {stage.units}", cls="figure"),
-           svg.text(columns[1], y + 21, weights, text_anchor="end", cls="figure"),
+           svg.text(columns[1], y + (15 if ahead else 21), weights, text_anchor="end", cls="figure"),
+           svg.text(columns[1], y + 28, ahead, text_anchor="end", cls="ops"),
            svg.element("rect", x=columns[2], y=y + 12, width=STRIP, height=10, rx=2, cls="strip")]
     for a, b in _intervals(stage, plan.sms):
         out.append(svg.element("rect", x=columns[2] + STRIP * a / plan.sms, y=y + 12,

@@ -32,9 +32,11 @@ def plan() -> Plan:
         for short, body, ops, tasks, units, tiles in template:
             i = len(stages)
             index = f"L{layer}.ids" if body.startswith("expert") else ""
-            streams = (Stream(f"w.{layer}.{short}", 16, 512, tiles, 18432, index=index),) if tiles else ()
+            streams = (Stream(f"w.{layer}.{short}", 16, 512, tiles, 18432, index=index,
+                              repeat=3 if body == "expert_down" else 1),) if tiles else ()
             stages.append(Stage(f"L{layer}.{short}", body, tuple(f"L{layer}.{o}" for o in ops), layer, units, 1, tasks,
-                                (i * 37) % SMS, "block", (), (), streams, smem=9000, regs=128))
+                                (i * 37) % SMS, "block", (), (), streams,
+                                (("stream", "after_wait" if index else "ahead"),) if tiles else (), 9000, 128))
             if i:
                 edges.append(Edge(i - 1, i, f"L{layer}.buf{i}", "raw", MECHANISM.get(body, "counter")))
             if i > 2:

@@ -119,6 +119,7 @@ def test_plan_picture(plan: Plan) -> None:
     names = [t.text for t in picture.iter() if t.attrib.get("class") == "name"]
     assert names == ["x_a", "qkv", "o", "ya", "route", "shared", "experts", "down"]
     assert "132 / 512" in words and "≤ 9.44 MB" in words  # 512 units of one 18,432-byte tile
+    assert words.count("queued ahead") == 3, "qkv, ya and shared; routed weights wait for the router"
     paths = [p for p in picture.iter() if p.tag.endswith("path") and p.attrib.get("class", "").startswith("edge")]
     inside = [e for e in plan.edges if e.src in found[1].stages and e.dst in found[1].stages]
     entering = [e for e in plan.edges if e.src not in found[1].stages and e.dst in found[1].stages]
@@ -182,6 +183,7 @@ def test_stream_bytes_counts_parts_once(plan: Plan) -> None:
     qkv = plan.stages[plan.index["L1.qkv"]]
     assert stream_bytes(qkv) == (264 * 2 * 18432, False)
     assert stream_bytes(plan.stages[plan.index["L1.experts"]]) == (512 * 18432, True)
+    assert stream_bytes(plan.stages[plan.index["L1.down"]]) == (56 * 4 * 3 * 18432, True)
 
 
 def test_timeline_needs_its_plan(page: Page) -> None:
