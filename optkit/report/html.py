@@ -15,10 +15,10 @@ from typing import Any
 
 import jinja2
 
-from optkit.evidence import Bundle, Check, StageNumerics
+from optkit.evidence import Bundle, Check
 from optkit.plan.types import MECHANISMS, Plan
 from optkit.report import inputs, svg
-from optkit.report.numerics_plot import numerics_plot
+from optkit.report.numerics_plot import drawn, numerics_plot
 from optkit.report.plan_picture import kinds, layer_picture
 from optkit.report.timeline import timeline as draw_timeline
 
@@ -53,15 +53,16 @@ def render(evidence: Bundle, *, plan: Plan | None = None, costs: Iterable[Any] =
     environment = jinja2.Environment(loader=jinja2.PackageLoader("optkit.report"), autoescape=True,
                                      undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(number=number, megabytes=megabytes, microseconds=lambda v: f"{v:,.2f}")
-    drawn = [] if plan is None else kinds(plan)
+    shown = drawn(evidence.numerics)
+    layers = [] if plan is None else kinds(plan)
     return environment.get_template("report.html.j2").render(
         evidence=evidence, words=WORDS, state=_state(evidence), counts=Counter(c.status for c in evidence.checks),
         groups=_groups(evidence.checks), scope=_flat(evidence.scope), plan=plan,
         choices=_choices(plan) if plan else [],
-        numerics_svg=numerics_plot(evidence.numerics) if evidence.numerics else None,
-        worst=sorted(evidence.numerics, key=_margin, reverse=True)[:WORST], margin=_margin,
-        pictures=[(k.title, layer_picture(plan, k)) for k in drawn[:MAX_KINDS]] if plan else [],
-        hidden_kinds=max(0, len(drawn) - MAX_KINDS),
+        numerics_svg=numerics_plot(shown) if shown else None, numerics_shown=len(shown),
+        worst=sorted(evidence.numerics, key=lambda r: -r.share)[:WORST],
+        pictures=[(k.title, layer_picture(plan, k)) for k in layers[:MAX_KINDS]] if plan else [],
+        hidden_kinds=max(0, len(layers) - MAX_KINDS),
         mechanisms=[(m, svg.MECHANISM[m], n) for m, n in _mechanisms(plan)] if plan else [],
         timeline=draw_timeline(slices, plan) if slices and plan else None,
         costs=cost_rows[:COST_ROWS], cost_count=len(cost_rows), cost_total=sum(c.bytes for c in cost_rows),
@@ -75,18 +76,13 @@ def _state(evidence: Bundle) -> str:
 
 
 def _groups(checks: Sequence[Check]) -> list[tuple[str, list[Check]]]:
-    """Checks by the part of their name before the first "/", failures first within each."""
+    """Checks by the part of their name before the first "." or "/", failures first within each."""
     groups: dict[str, list[Check]] = {}
     for c in checks:
-        head, slash, _ = c.name.partition("/")
-        groups.setdefault(head if slash else "", []).append(c)
+        head, *rest = re.split(r"[./]", c.name, maxsplit=1)
+        groups.setdefault(head if rest else "", []).append(c)
     order = ("fail", "not_run", "pass")
     return [(name, sorted(members, key=lambda c: order.index(c.status))) for name, members in groups.items()]
-
-
-def _margin(row: StageNumerics) -> float:
-    """How much of its tighter limit a stage uses; above 1 it is outside."""
-    return max(row.median / row.median_limit, row.maximum / row.max_limit)
 
 
 def _mechanisms(plan: Plan) -> list[tuple[str, int]]:

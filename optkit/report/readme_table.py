@@ -30,10 +30,10 @@ class Row(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
     batch: int = Field(ge=1)
     status: Literal["pass", "fail"]
-    steps: int | None = Field(None, ge=1)
-    worst_of_limit: float | None = Field(None, ge=0, allow_inf_nan=False)
-    step_us: float | None = Field(None, gt=0, allow_inf_nan=False)
-    baseline_us: float | None = Field(None, gt=0, allow_inf_nan=False)
+    steps: int | None = Field(default=None, ge=1)
+    worst_of_limit: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    step_us: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    baseline_us: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
 
 class Result(BaseModel):

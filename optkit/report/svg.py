@@ -39,10 +39,10 @@ def frame(width: float, height: float, inner: list[str], label: str) -> Markup:
 
 
 def decades(low: float, high: float) -> list[float]:
-    """Powers of ten within [low, high]; where fewer than two fit, 2 and 5 times powers of ten as well."""
+    """Powers of ten within [low, high]; where fewer than three fit, 2 and 5 times powers of ten as well."""
     span = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     inside = [10.0 ** e for e in span if low <= 10.0 ** e <= high]
-    if len(inside) < 2:
+    if len(inside) < 3:
         inside = [m * 10.0 ** e for e in span for m in (1, 2, 5) if low <= m * 10.0 ** e <= high]
     return inside
 

@@ -78,8 +78,8 @@ def checks() -> list[Check]:
 @pytest.fixture()
 def numerics(plan: Plan) -> list[StageNumerics]:
     band = 2.0 ** -9
-    return [StageNumerics(stage=s.name, body=s.body, layer=s.layer, samples=256, median=band * (0.5 + i % 5 / 8),
-                          maximum=band * (1.0 + i % 7 / 8), band=band * (1 + i % 3 / 4))
+    return [StageNumerics(stage=s.name, n=256, median=band * (0.5 + i % 5 / 8), max=band * (1.0 + i % 7 / 8),
+                          band_median=band * (1 + i % 3 / 4), band_max=band * (1 + i % 3 / 4), status="pass")
             for i, s in enumerate(plan.stages)]
 
 

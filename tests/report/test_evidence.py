@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from optkit import evidence as ev
@@ -65,9 +67,12 @@ def test_round_trip_and_every_byte_counts(run_dir: Path, checks: list[Check], pr
     (lambda d: d["checks"][0].update(status="not_run"), "checks.0.*needs a reason"),
     (lambda d: d["checks"].append(d["checks"][0]), "two checks"),
     (lambda d: d["checks"][0].update(repeat=""), "no command"),
-    (lambda d: d["numerics"][3].update(maximum=1.0), "outside its error limits"),
-    (lambda d: d["numerics"][3].update(median="NaN"), "outside its error limits"),
-    (lambda d: d["numerics"][3].update(band=0.0), "numerics.3.band"),
+    (lambda d: d["numerics"][3].update(max=1.0), "numerics.3.*status pass"),
+    (lambda d: d["numerics"][3].update(median="NaN"), "numerics.3.*status pass"),
+    (lambda d: d["numerics"][3].update(max=1.0, status="fail"), "outside its error limits"),
+    (lambda d: d["numerics"][3].update(status="fail"), "numerics.3.*status fail"),
+    (lambda d: d["numerics"][3].update(max_limit=0.0), "numerics.3.max_limit"),
+    (lambda d: d["numerics"][3].pop("band_max"), "numerics.3.band_max"),
     (lambda d: d["provenance"].pop("recipe_digest"), "provenance.recipe_digest"),
 ])
 def test_load_refuses_tampered_evidence(run_dir: Path, checks: list[Check], prov: ev.Provenance, change: Any, says: str,
@@ -78,6 +83,37 @@ def test_load_refuses_tampered_evidence(run_dir: Path, checks: list[Check], prov
     with pytest.raises(ev.EvidenceError, match=says) as e:
         ev.load(run_dir)
     assert "\n" not in str(e.value) and "evidence.json" in str(e.value)
+
+
+def test_records_of_other_parts_are_taken(prov: ev.Provenance) -> None:
+    @dataclass
+    class Row:
+        stage: str
+        n: int
+        median: float
+        max: float
+        band_median: float
+        band_max: float
+        status: str
+
+    @dataclass
+    class Gate:
+        name: str
+        status: str
+        value: Any = None
+        threshold: Any = None
+        reason: str = ""
+        repeat: str = ""
+        step: str = ""
+
+    got = ev.bundle([Gate("a.b", "pass", np.float32(0.5), (1, 2))], prov,
+                    numerics=[Row("kda:og", 9, 0.001, 0.003, 0.0, 0.004, "pass")])
+    assert got.checks == (Check("a.b", "pass", 0.5, "(1, 2)", "", prov.command),)
+    row = got.numerics[0]
+    assert (row.median_limit, row.max_limit) == (1.25 * 2 ** -9, 2 * 0.004), "a band counts at least 2^-9"
+    assert row.share == pytest.approx(0.001 / (1.25 * 2 ** -9))
+    with pytest.raises(ValueError, match="status pass, but it uses 1.5 of its limits"):
+        ev.bundle([Gate("a.b", "pass")], prov, numerics=[Row("kda:og", 9, 0.001, 0.012, 0.0, 0.004, "pass")])
 
 
 def test_failed_write_leaves_the_old_file(run_dir: Path, checks: list[Check], prov: ev.Provenance,

@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from optkit.evidence import Check, Provenance, StageNumerics, bundle
+from optkit.evidence import Check, Provenance, StageNumerics, as_numerics, bundle
 from optkit.plan.types import Plan
 from optkit.report.html import render, write_report
 from optkit.report.inputs import slices, stream_bytes
+from optkit.report.numerics_plot import MAX_ROWS, drawn
 from optkit.report.plan_picture import kinds, layer_picture
 from optkit.report.timeline import MAX_SLICES, timeline
 
@@ -102,13 +103,23 @@ def test_nothing_is_loaded_from_elsewhere(page: Page) -> None:
 
 
 def test_numerics_outside_its_limits_is_marked(checks: list[Check], prov: Provenance) -> None:
-    rows = [StageNumerics(stage=f"L0.s{i}", samples=9, median=m, maximum=2 * m, band=2.0 ** -9)
-            for i, m in enumerate((0.001, 0.0, 0.5, float("nan")))]
-    text = render(bundle([*checks, Check("numerics/x", "fail", 0.5, 0.002, "stage L0.s2")], prov, numerics=rows))
+    rows = [as_numerics({"stage": f"kda:s{i}", "n": 9, "median": m, "max": 2 * m, "band_median": 0, "band_max": 0.002,
+                         "status": status}) for i, (m, status) in enumerate(((0.001, "pass"), (0.0, "pass"), (0.5, "fail"), (float("nan"), "fail")))]
+    text = render(bundle([*checks, Check("numerics/x", "fail", 0.5, 0.002, "stage s2")], prov, numerics=rows))
     marks = [e for e in parsed(text).iter() if e.tag.endswith("}g")]
     assert [m.attrib["class"] for m in marks] == ["stage", "stage", "stage outside", "stage outside"]
-    heights = [float(m[2].attrib["cy"]) for m in marks]
-    assert heights[2] < heights[0] < heights[1], "a larger error is drawn higher"
+    places = [float(m[4].attrib["cx"]) for m in marks]
+    assert places[1] < places[0] < places[2] <= places[3], "a larger error is drawn further right"
+
+
+def test_of_many_stages_the_closest_to_their_limits_are_drawn() -> None:
+    rows = [StageNumerics(stage=f"s{i}", n=1, median=1e-5 * (i % 211), max=1e-3, band_median=0.01, band_max=0.01,
+                          status="pass") for i in range(2 * MAX_ROWS)]
+    kept = drawn(rows)
+    assert len(kept) == MAX_ROWS and drawn(rows[:9]) == rows[:9]
+    left = [r for r in rows if r not in kept]
+    assert min(r.share for r in kept) >= max(r.share for r in left)
+    assert [rows.index(r) for r in kept] == sorted(rows.index(r) for r in kept)
 
 
 def test_plan_picture(plan: Plan) -> None:
