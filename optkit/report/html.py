@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 
 from optkit.evidence import Bundle, Check
+from optkit.plan.cost import StepCost
 from optkit.plan.types import MECHANISMS, Plan
 from optkit.report import inputs, svg
 from optkit.report.numerics_plot import drawn, numerics_plot
@@ -30,26 +31,27 @@ COST_ROWS = 400
 """Longest cost table: a 93-layer plan has some 1,700 stages, and its layers of one kind cost the same."""
 
 
-def write_report(path: Path, evidence: Bundle, *, plan: Plan | None = None, costs: Iterable[Any] = (),
-                 timeline: Iterable[Any] = (), ablations: Iterable[Any] = ()) -> None:
+def write_report(path: Path, evidence: Bundle, *, plan: Plan | None = None, cost: StepCost | None = None,
+                 timeline: Any = (), ablations: Iterable[Any] = ()) -> None:
     """Write report.html to `path` (renamed into place). Arguments as for `render`."""
-    text = render(evidence, plan=plan, costs=costs, timeline=timeline, ablations=ablations)
+    text = render(evidence, plan=plan, cost=cost, timeline=timeline, ablations=ablations)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
-def render(evidence: Bundle, *, plan: Plan | None = None, costs: Iterable[Any] = (), timeline: Iterable[Any] = (),
+def render(evidence: Bundle, *, plan: Plan | None = None, cost: StepCost | None = None, timeline: Any = (),
            ablations: Iterable[Any] = ()) -> str:
     """The page as text.
 
-    `costs` and `timeline` are the cost model's rows (see `optkit.report.inputs`), `ablations` rows of
-    (choice, with_us, without_us[, measured]). A timeline needs the `plan` it is a simulation of (ValueError).
+    `cost` is what `plan.cost.step_cost` says of the plan, `timeline` what `plan.timeline.simulate`
+    gives, `ablations` rows of (choice, with_us, without_us[, measured]). Cost and timeline need the
+    `plan` they are about (ValueError).
     """
     slices = inputs.slices(timeline, plan)
-    if slices and plan is None:
-        raise ValueError("report: a timeline was given without its plan")
-    cost_rows = inputs.costs(costs, plan)
+    if plan is None and (slices or cost is not None):
+        raise ValueError("report: a cost or a timeline was given without its plan")
+    rows = inputs.cost_rows(cost, plan) if cost is not None and plan is not None else []
     environment = jinja2.Environment(loader=jinja2.PackageLoader("optkit.report"), autoescape=True,
                                      undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(number=number, megabytes=megabytes, microseconds=lambda v: f"{v:,.2f}")
@@ -65,8 +67,7 @@ def render(evidence: Bundle, *, plan: Plan | None = None, costs: Iterable[Any] =
         hidden_kinds=max(0, len(layers) - MAX_KINDS),
         mechanisms=[(m, svg.MECHANISM[m], n) for m, n in _mechanisms(plan)] if plan else [],
         timeline=draw_timeline(slices, plan) if slices and plan else None,
-        costs=cost_rows[:COST_ROWS], cost_count=len(cost_rows), cost_total=sum(c.bytes for c in cost_rows),
-        cost_us=sum(c.roofline_us for c in cost_rows), ablations=[inputs.Ablation(*a) for a in ablations])
+        cost=cost, costs=rows[:COST_ROWS], cost_count=len(rows), ablations=[inputs.Ablation(*a) for a in ablations])
 
 
 def _state(evidence: Bundle) -> str:

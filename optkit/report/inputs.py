@@ -1,16 +1,16 @@
-"""The plain records that pictures are drawn from, and how the cost model's rows become them.
+"""The plain records that pictures and tables are made from, and how the cost model's results become them.
 
-A timeline row is (sm, stage, start_us, end_us, what) with `stage` a stage name or its index in the Plan; a cost row
-has `stage`, `bytes`, `roofline_us` and, where known, `flops`. Tuples, mappings and objects with these attributes are
-all taken, so that nothing here depends on how the cost model stores them.
+A timeline row is (sm, stage, start_us, end_us, what) with `stage` a stage name or its index in the Plan: a tuple, a
+mapping or an object with these attributes, so that nothing here depends on how the simulation stores them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from optkit.plan.cost import StepCost
 from optkit.plan.types import Plan, Stage
 
 
@@ -33,13 +33,17 @@ def is_stream(s: Slice) -> bool:
     return s.what.lower().startswith(STREAM_WORDS)
 
 
-class StageCost(NamedTuple):
-    """What one stage costs on one GPU: distinct DRAM bytes, the least time they take, and floating-point operations."""
+class CostRow(NamedTuple):
+    """What one stage costs on one GPU: distinct DRAM bytes by kind, FLOPs, and the least time in microseconds."""
 
     stage: str
+    weights: float
+    experts: float
+    kv: float
+    state: float
     bytes: float
+    flops: float
     roofline_us: float
-    flops: float = 0.0
 
 
 class Ablation(NamedTuple):
@@ -51,21 +55,22 @@ class Ablation(NamedTuple):
     measured: bool = False
 
 
-def _fields(row: Any, names: tuple[str, ...], defaults: Mapping[str, Any]) -> list[Any]:
+def _fields(row: Any, names: tuple[str, ...]) -> list[Any]:
     if isinstance(row, tuple | list):
-        if len(row) < len(names) - len(defaults):
+        if len(row) != len(names):
             raise ValueError(f"expected {', '.join(names)}, got a row of {len(row)}: {row!r}")
-        return [*row[:len(names)], *(defaults[n] for n in names[len(row):])]
-    if isinstance(row, Mapping):
-        return [row[n] if n in row or n not in defaults else defaults[n] for n in names]
-    return [getattr(row, n, defaults[n]) if n in defaults else getattr(row, n) for n in names]
+        return list(row)
+    return [row[n] if isinstance(row, Mapping) else getattr(row, n) for n in names]
 
 
-def slices(rows: Iterable[Any], plan: Plan | None = None) -> list[Slice]:
-    """Timeline rows as Slices, sorted by start. Errors: ValueError for a row that ends before it starts."""
+def slices(rows: Any, plan: Plan | None = None) -> list[Slice]:
+    """Timeline rows, or a simulation's `events`, as Slices sorted by start.
+
+    Raises ValueError for a row that ends before it starts.
+    """
     out = []
-    for row in rows:
-        s = Slice(*_fields(row, Slice._fields, {}))
+    for row in getattr(rows, "events", rows):
+        s = Slice(*_fields(row, Slice._fields))
         s = s._replace(stage=_stage_name(s.stage, plan))
         if not s.end_us >= s.start_us >= 0:
             raise ValueError(f"timeline: {s.stage} on SM {s.sm} runs from {s.start_us} to {s.end_us} us; "
@@ -74,10 +79,14 @@ def slices(rows: Iterable[Any], plan: Plan | None = None) -> list[Slice]:
     return sorted(out, key=lambda s: (s.start_us, s.sm, s.end_us))
 
 
-def costs(rows: Iterable[Any], plan: Plan | None = None) -> list[StageCost]:
-    """Cost rows as StageCosts, in the order given."""
-    out = [StageCost(*_fields(row, StageCost._fields, StageCost._field_defaults)) for row in rows]
-    return [c._replace(stage=_stage_name(c.stage, plan)) for c in out]
+def cost_rows(cost: StepCost, plan: Plan) -> list[CostRow]:
+    """One row per stage, in plan order; stages that read nothing from DRAM and compute next to nothing are left out."""
+    rows = []
+    for stage, c in zip(plan.stages, cost.stages, strict=True):
+        least = max(c.bytes / cost.read_gbs / 1e3, c.flops / cost.tflops / 1e6)
+        if c.bytes or c.flops:
+            rows.append(CostRow(stage.name, c.weights, c.experts, c.kv, c.state, c.bytes, c.flops, least))
+    return rows
 
 
 def _stage_name(stage: Any, plan: Plan | None) -> str:

@@ -7,6 +7,7 @@ within the layer are brackets on the left, coloured by mechanism; edges from ear
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from optkit.report.inputs import short_name, stream_bytes, without_layer
 
 ROW, BOX, LANE, STUB = 44.0, 34.0, 9.0, 16.0
 BOX_WIDTH, STRIP = 372.0, 132.0
-"""A fused stage's operation list is clipped to its box; the whole list is in the tooltip. One pixel per SM of an H200."""
+"""A fused stage's operation list is clipped to its box; the tooltip has it all. One pixel per SM of an H200."""
 WEIGHTLESS = "–"
 
 
@@ -39,13 +40,18 @@ def kinds(plan: Plan) -> list[Kind]:
         by_layer.setdefault(s.layer, []).append(i)
     found: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for layer, members in by_layer.items():
-        found.setdefault(tuple((short_name(plan.stages[i]), plan.stages[i].body) for i in members), []).append(layer)
+        found.setdefault(tuple((_abstract(plan.stages[i]), plan.stages[i].body) for i in members), []).append(layer)
     out = []
     for layers in found.values():
         own = by_layer[layers[0]]
         guests = tuple(i for i in range(own[0], own[-1]) if plan.stages[i].layer != layers[0])
         out.append(Kind(_title(plan, layers), tuple(layers), tuple(own), guests))
     return out
+
+
+def _abstract(stage: Stage) -> str:
+    """The stage's name with "@" for its layer: "L3.qkv" -> "L@.qkv", "P.3m" (a prefix value) -> "P.@m"."""
+    return re.sub(rf"(?<=^L){stage.layer}(?=\.)|(?<=^P\.){stage.layer}(?=[am]$)", "@", stage.name)
 
 
 def _title(plan: Plan, layers: Sequence[int]) -> str:
@@ -66,7 +72,7 @@ def layer_picture(plan: Plan, kind: Kind) -> Markup:
     lanes, lane_count = _lanes(inside)
     gutter = STUB + 14 + LANE * max(lane_count, 1)
     height = 26 + ROW * len(rows)
-    columns = (gutter + BOX_WIDTH + 14, gutter + BOX_WIDTH + 152, gutter + BOX_WIDTH + 170)
+    columns = (gutter + BOX_WIDTH + 14, gutter + BOX_WIDTH + 178, gutter + BOX_WIDTH + 196)
     out = [svg.text(gutter, 14, "stage, body, operations fused into it", cls="tick"),
            svg.text(columns[0], 14, "tasks / units", cls="tick"),
            svg.text(columns[1], 14, "weights", text_anchor="end", cls="tick"),
@@ -86,7 +92,7 @@ def layer_picture(plan: Plan, kind: Kind) -> Markup:
 
 def _edges(plan: Plan, position: dict[int, int]
            ) -> tuple[dict[tuple[int, int, str], list[str]], list[tuple[int, str, list[str]]]]:
-    """Edges between stages drawn here, by (row, row, mechanism) with their buffers, and those that come from outside."""
+    """Edges between stages drawn here, by (row, row, mechanism) with their buffers, and those from outside."""
     inside: dict[tuple[int, int, str], list[str]] = {}
     outside: dict[tuple[int, str], list[str]] = {}
     for stage, row in position.items():

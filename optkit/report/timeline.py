@@ -16,16 +16,20 @@ from optkit.report.inputs import Slice
 
 MAX_SMS, MAX_SLICES = 12, 3000
 """3,000 rectangles are some 400 kB of SVG; a report must open on a phone."""
-WIDTH, ROW, LEFT, TOP = 1040.0, 18.0, 58.0, 8.0
+WIDTHS, ROW, LEFT, TOP = (1040.0, 3000.0), 18.0, 58.0, 8.0
+US = 7.0
+"""Pixels per microsecond where the picture may grow: a task of 0.3 us stays visible."""
 IDLE = ("wait", "idle", "stall")
 
 
 class Timeline(NamedTuple):
-    """The picture, the colour of each body, and one sentence on what part of the step it shows."""
+    """The picture, the colour of each body, one phrase on what part of the step it shows, and whether weight traffic
+    is drawn."""
 
     picture: Markup
     colours: dict[str, str]
     shown: str
+    streams: bool
 
 
 def timeline(slices: Sequence[Slice], plan: Plan) -> Timeline:
@@ -41,10 +45,11 @@ def timeline(slices: Sequence[Slice], plan: Plan) -> Timeline:
     end = max((s.end_us for s in drawn), default=total) if len(drawn) < len(chosen) else total
     bodies = {s.name: s.body for s in plan.stages}
     colours = _colours(drawn, bodies)
-    scale = (WIDTH - LEFT - 12) / end if end > 0 else 1.0
+    width = min(max(WIDTHS[0], US * end), WIDTHS[1])
+    scale = (width - LEFT - 12) / end if end > 0 else 1.0
     height = TOP + ROW * len(rows) + 26
     out = []
-    for t in svg.ticks(end):
+    for t in svg.ticks(end, round(width / 130)):
         x = LEFT + t * scale
         out.append(svg.element("line", x1=x, x2=x, y1=TOP, y2=height - 22, cls="grid"))
         out.append(svg.text(x, height - 8, f"{t:g} µs", text_anchor="middle", cls="tick"))
@@ -58,8 +63,8 @@ def timeline(slices: Sequence[Slice], plan: Plan) -> Timeline:
                                width=max((s.end_us - s.start_us) * scale, 0.4), height=thick,
                                fill="var(--idle)" if idle else colours[bodies.get(s.stage, s.stage)]))
     part = "the whole step" if len(drawn) == len(chosen) else f"the first {end:.1f} of {total:.1f} µs"
-    return Timeline(svg.frame(WIDTH, height, out, f"Simulated timeline, {part}"), colours,
-                    f"{part}, {len(rows)} of {len(present)} SMs")
+    return Timeline(svg.frame(width, height, out, f"Simulated timeline, {part}"), colours,
+                    f"{part}, {len(rows)} of {len(present)} SMs", any(inputs.is_stream(s) for s in drawn))
 
 
 def _colours(slices: Sequence[Slice], bodies: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ DRAM, SMS = 1, 2
 PROCESSES = {DRAM: "DRAM stream (simulated)", SMS: "SMs (simulated)"}
 
 
-def trace(rows: Iterable[Any], plan: Plan, max_sms: int | None = None) -> dict[str, Any]:
+def trace(rows: Any, plan: Plan, max_sms: int | None = None) -> dict[str, Any]:
     """The trace as JSON-able data, times in microseconds.
 
-    `rows` as in `optkit.report.inputs`; `max_sms` keeps SMs 0 .. max_sms - 1 (default: all). Raises ValueError for a
+    `rows`: what `plan.timeline.simulate` gives, or rows as in `optkit.report.inputs`; `max_sms` keeps SMs 0 .. max_sms - 1 (default: all). Raises ValueError for a
     row that ends before it starts and for max_sms below 1.
     """
     if max_sms is not None and max_sms < 1:
@@ -50,7 +49,7 @@ def trace(rows: Iterable[Any], plan: Plan, max_sms: int | None = None) -> dict[s
                           "sms": plan.sms, "sms_shown": len({sm for _, sm in used})}}
 
 
-def write_trace(path: Path, rows: Iterable[Any], plan: Plan, max_sms: int | None = None) -> None:
+def write_trace(path: Path, rows: Any, plan: Plan, max_sms: int | None = None) -> None:
     """Write `trace` to `path` (renamed into place)."""
     text = json.dumps(trace(rows, plan, max_sms), separators=(",", ":"), allow_nan=False)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from optkit.evidence import Check, Provenance, StageNumerics, provenance
+from optkit.plan.cost import Load, StageCost, StepCost
 from optkit.plan.types import Edge, Plan, Segment, Stage, Stream
 
 SMS = 132
@@ -63,8 +64,10 @@ def timeline(plan: Plan) -> list[tuple[int, str, float, float, str]]:
 
 
 @pytest.fixture(scope="session")
-def costs(plan: Plan) -> list[tuple[str, float, float, float]]:
-    return [(s.name, 1e6 * (i + 1), 0.22 * (i + 1), 8e6) for i, s in enumerate(plan.stages)]
+def cost(plan: Plan) -> StepCost:
+    stages = tuple(StageCost(weights=1e6 * (i + 1), kv=5e4 * (i % 2), flops=8e6) if s.streams else StageCost()
+                   for i, s in enumerate(plan.stages))
+    return StepCost(Load(4, 8192), stages, tuple(s.layer for s in plan.stages), 4530.0, 780.0)
 
 
 @pytest.fixture()

@@ -24,7 +24,8 @@ def record(cubin: Path, *checks: Check, time: str = "2026-01-01T00:00:00+00:00",
 @pytest.mark.parametrize(("arguments", "says"), [
     (("x", "not_run"), "needs a reason"), (("x", "not_run", None, None, "  "), "needs a reason"),
     (("x", "not_run", None, None, "it takes long"), "must name the GPU"), (("x", "fail", 3), "needs a reason"),
-    (("x", "skipped"), "'pass', 'fail' or 'not_run'"), (("", "pass"), "needs a name"), (("x", "pass", float("nan")), "finite"),
+    (("x", "skipped"), "'pass', 'fail' or 'not_run'"), (("", "pass"), "needs a name"),
+    (("x", "pass", float("nan")), "finite"),
 ])
 def test_check_refuses(arguments: tuple[Any, ...], says: str) -> None:
     with pytest.raises(ValueError, match=says):

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 from optkit.evidence import Check, Provenance, StageNumerics, as_numerics, bundle
+from optkit.plan.cost import StepCost
 from optkit.plan.types import Plan
 from optkit.report.html import render, write_report
 from optkit.report.inputs import slices, stream_bytes
@@ -27,11 +28,11 @@ Page = Callable[..., str]
 
 @pytest.fixture()
 def page(checks: list[Check], prov: Provenance, numerics: list[StageNumerics], plan: Plan, timeline: list[Any],
-         costs: list[Any]) -> Page:
+         cost: StepCost) -> Page:
     def make(extra: tuple[Check, ...] = (), **kw: Any) -> str:
         evidence = bundle([*checks, *extra], prov, numerics=numerics, scope={"batch": [1, 2, 4, 8], "gpu": "sm_90a"},
                           not_covered=["prefill and mixed steps"])
-        given: dict[str, Any] = {"plan": plan, "timeline": timeline, "costs": costs} | kw
+        given: dict[str, Any] = {"plan": plan, "timeline": timeline, "cost": cost} | kw
         return render(evidence, **given)
     return make
 
@@ -71,7 +72,8 @@ def test_a_failing_check_turns_the_verdict_red(page: Page) -> None:
     assert tone == "verdict fail" and "failed (1)" in words and "holds 12 tiles" in words
 
 
-def test_everything_is_escaped(page: Page, plan: Plan, checks: list[Check], prov: Provenance) -> None:
+def test_everything_is_escaped(page: Page, plan: Plan, checks: list[Check], prov: Provenance,
+                               cost: StepCost) -> None:
     evil = '<script>alert("x")</script>&\''
     text = page((Check(evil, "fail", evil, evil, evil, evil),))
     assert "<script" not in text and "&lt;script&gt;" in text
@@ -79,7 +81,7 @@ def test_everything_is_escaped(page: Page, plan: Plan, checks: list[Check], prov
     stage = replace(plan.stages[0], name=evil, body=evil, ops=(evil,))
     bad = replace(plan, stages=(stage, *plan.stages[1:]), choices=((evil, evil),))
     text = render(bundle(checks, prov, scope={evil: evil}, not_covered=[evil]), plan=bad,
-                  timeline=[(0, evil, 0.0, 1.0, evil)], costs=[(evil, 1, 1)], ablations=[(evil, 1.0, 2.0)])
+                  timeline=[(0, evil, 0.0, 1.0, evil)], cost=cost, ablations=[(evil, 1.0, 2.0)])
     assert "<script" not in text
     parsed(text)
 
@@ -103,8 +105,9 @@ def test_nothing_is_loaded_from_elsewhere(page: Page) -> None:
 
 
 def test_numerics_outside_its_limits_is_marked(checks: list[Check], prov: Provenance) -> None:
+    cases = ((0.001, "pass"), (0.0, "pass"), (0.5, "fail"), (float("nan"), "fail"))
     rows = [as_numerics({"stage": f"kda:s{i}", "n": 9, "median": m, "max": 2 * m, "band_median": 0, "band_max": 0.002,
-                         "status": status}) for i, (m, status) in enumerate(((0.001, "pass"), (0.0, "pass"), (0.5, "fail"), (float("nan"), "fail")))]
+                         "status": status}) for i, (m, status) in enumerate(cases)]
     text = render(bundle([*checks, Check("numerics/x", "fail", 0.5, 0.002, "stage s2")], prov, numerics=rows))
     marks = [e for e in parsed(text).iter() if e.tag.endswith("}g")]
     assert [m.attrib["class"] for m in marks] == ["stage", "stage", "stage outside", "stage outside"]
@@ -145,7 +148,9 @@ def test_brackets_of_one_lane_do_not_overlap(plan: Plan) -> None:
     lanes: dict[str, list[tuple[float, float]]] = {}
     for p in picture.iter():
         if p.attrib.get("class") == "edge":
-            top, lane, bottom = re.search(r"M \S+ (\S+) .* Q (\S+) .* V (\S+) Q", p.attrib["d"]).groups()  # type: ignore[union-attr]
+            found = re.search(r"M \S+ (\S+) .* Q (\S+) .* V (\S+) Q", p.attrib["d"])
+            assert found
+            top, lane, bottom = found.groups()
             lanes.setdefault(lane, []).append((float(top), float(bottom)))
     assert len(lanes) > 2
     for spans in lanes.values():
@@ -199,7 +204,21 @@ def test_stream_bytes_counts_parts_once(plan: Plan) -> None:
 
 def test_timeline_needs_its_plan(page: Page) -> None:
     with pytest.raises(ValueError, match="without its plan"):
-        page(plan=None)
+        page(plan=None, cost=None)
+    with pytest.raises(ValueError, match="without its plan"):
+        page(plan=None, timeline=())
+
+
+def test_cost_table(page: Page, plan: Plan, cost: StepCost) -> None:
+    section = next(s for s in parsed(page()).iter("section") if s.attrib["id"] == "cost")
+    rows = [[c.text or "" for c in r] for r in section.iter("tr")]
+    streaming = [s.name for s in plan.stages if s.streams]
+    assert [r[0] for r in rows[1:]] == streaming, "stages that read nothing are left out"
+    total = sum(float(r[5].replace(",", "")) for r in rows[1:])
+    assert total == pytest.approx(cost.bytes / 1e6, abs=0.01)
+    assert rows[1][6] == f"{2e6 / 4530e3 + 50e3 / 4530e3:.2f}", "bytes over GB/s, in microseconds"
+    words = "".join(section.itertext())
+    assert "4 rows at context 8,192" in words and f"{cost.roofline_us:,.2f} µs" in words
 
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
