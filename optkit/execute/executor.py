@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from optkit.execute.bodies import BODIES
+from optkit.execute.contents import contents
 from optkit.execute.memory import ExecutionError, Guard, Memory, poison_value
 from optkit.execute.runner import Tensors
 from optkit.execute.schedule import Scheduler
@@ -47,6 +48,8 @@ class Executor:
         self.plan, self.graph, self.caches = plan, graph, caches
         self.device = torch.device(device)
         self.order, self.checked = order, checked
+        content = contents(plan, graph)[-1].after
+        self._outputs = {s.value: b for b, s in content.items() if s.kind == "value" and s.value in graph.outputs}
         self.memory = Memory(plan, WeightStore(weights), caches, self.device)
 
     def choices(self) -> dict[str, torch.Tensor]:
@@ -65,7 +68,12 @@ class Executor:
         if self.checked:
             self._poison_new_rows()
         self._run(0, len(self.plan.stages))
-        return mem.data[self.graph.outputs[0]][: mem.rows].clone()
+        return self.outputs()[self.graph.outputs[0]]
+
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """Copies of the graph's outputs after the last step, [rows, width]."""
+        mem = self.memory
+        return {name: mem.data[buffer][: mem.rows].clone() for name, buffer in self._outputs.items()}
 
     @torch.no_grad()
     def run_stages(self, first: int, last: int, inputs: Tensors, inject: Tensors) -> dict[str, torch.Tensor]:

@@ -15,9 +15,6 @@ from optkit.plan.types import Plan
 
 Tensors = Mapping[str, torch.Tensor]
 
-INPUTS = ("token", "seq_len", "block_table", "slot_mapping", "state_slot")
-"""Step inputs in vLLM's meaning (see models.graph.Graph); row count of a step = len(token) <= plan.rows."""
-
 
 @runtime_checkable
 class StageRunner(Protocol):
@@ -34,7 +31,15 @@ class StageRunner(Protocol):
     device: torch.device
 
     def step(self, inputs: Tensors) -> torch.Tensor:
-        """One decode step: f32 logits [rows, V]; caches are updated in place."""
+        """One decode step: the graph's first output (f32 logits [rows, V] where the head is in the graph).
+
+        `inputs` holds every name of graph.inputs (see models.graph.Graph); its row count, at most plan.rows, is the
+        step's. Caches are updated in place.
+        """
+        ...
+
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """Every graph output of the last step (a pipeline stage hands over its prefix and saved rows)."""
         ...
 
     def choices(self) -> dict[str, torch.Tensor]:
