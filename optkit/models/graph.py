@@ -148,8 +148,9 @@ class Builder:
         self.ops: list[Op] = []
 
     def weight(self, name: str, shape: tuple[int, ...], dtype: str = "bf16", source: tuple[str, ...] | None = None,
-               pack: str = "plain", shard: int = -1, **pack_args: int) -> str:
-        self.weights[name] = Weight(name, shape, dtype, source or (name,), pack, shard, tuple(sorted(pack_args.items())))
+               pack: str = "plain", shard: int = -1, pack_args: dict[str, int] | None = None) -> str:
+        args = tuple(sorted((pack_args or {}).items()))
+        self.weights[name] = Weight(name, shape, dtype, source or (name,), pack, shard, args)
         return name
 
     def state(self, name: str, kind: str, shape: tuple[int, ...], dtype: str, layer: int) -> str:
