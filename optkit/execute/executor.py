@@ -50,11 +50,12 @@ class Executor:
         self.order, self.checked = order, checked
         content = contents(plan, graph)[-1].after
         self._outputs = {s.value: b for b, s in content.items() if s.kind == "value" and s.value in graph.outputs}
+        self._ids = {s.name: graph.op(s.ops[0]).outputs[0] for s in plan.stages if s.body == "route"}
         self.memory = Memory(plan, WeightStore(weights), caches, self.device)
 
     def choices(self) -> dict[str, torch.Tensor]:
         """Top-k choices of the last step by ids value, i32 [rows, topk]."""
-        return dict(self.memory.choices)
+        return {self._ids[stage]: ids for stage, ids in self.memory.choices.items()}
 
     @torch.no_grad()
     def step(self, inputs: Tensors) -> torch.Tensor:

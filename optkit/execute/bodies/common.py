@@ -14,7 +14,6 @@ import torch
 from optkit.execute.memory import Memory
 from optkit.models.ops import rms_scale
 from optkit.models.ops.attnres import block_statistics, mix_from_statistics
-from optkit.plan.types import Stage
 
 
 def runs(units: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -78,8 +77,3 @@ def prologue(mem: Memory, x: Mapping[str, Any], rows: tuple[int, int] | None = N
     if not x.get("norm"):
         return h
     return h * rms_scale(h, x["eps"]) * mem.weights.dense(x["norm"])
-
-
-def value_name(stage: Stage, buffer: str) -> str:
-    """The graph value that `stage` keeps in `buffer`: buffers are reused between layers and named `short@parity`."""
-    return f"L{stage.layer}.{buffer.split('@')[0]}" if "@" in buffer else buffer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from optkit.execute.bodies.common import class_rows, runs, value_name
+from optkit.execute.bodies.common import class_rows, runs
 from optkit.execute.bodies.gemv import round_bf16
 from optkit.execute.memory import Memory
 from optkit.models.ops import activation
@@ -52,7 +52,7 @@ def route(stage: Stage, units: Sequence[int], mem: Memory) -> None:
         mem.store(stage.param("wts"), wts)
         table = torch.tensor([distinct(ids.tolist(), mem.class_rows)], dtype=torch.int32, device=mem.device)
         mem.store(stage.param("uniq"), table)
-        mem.choices[value_name(stage, stage.param("ids"))] = ids.clone()
+        mem.choices[stage.name] = ids.clone()
 
 
 @dataclass(frozen=True)
