@@ -7,8 +7,8 @@ producing stage, which fixes the tag.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ class Addresses:
     constant: Callable[[np.ndarray], int]
     sync: int
     positions: int  # rows of the rotary table: positions 0 .. positions - 1
+    choices: Mapping[int, int] = field(default_factory=dict)  # route stage -> where its top-k ids are exported
 
     def counter(self, stage: int) -> int:
         """Address of a stage's arrival counter, a line of its own."""
@@ -297,7 +298,8 @@ def _route(row: _Row) -> None:
     p = row.p
     if p["topk"] % 4 or p["topk"] * L.ROWS > 128:
         raise ValueError(f"stage {row.stage.name}: top-{p['topk']}: the device body takes multiples of 4 up to 16")
-    row.param(0, p["experts"], p["topk"], L.f32_bits(p["scale"]), row.weight(p["bias"]), row.addr.buffer(p["ids"]),
+    row.param(0, p["experts"], p["topk"], L.f32_bits(p["scale"]), row.weight(p["bias"]),
+              row.addr.choices.get(row.index) or row.addr.buffer(p["ids"]),
               row.addr.buffer(p["uniq"]))
     row.param(6, *row.read(p["logits"]), *row.write(p["wts"]))
 
