@@ -27,8 +27,15 @@ class Names:
     buffers: dict[str, Buffer] = field(default_factory=dict)
 
 
-def assign(graph: Graph, order: list[int], shapes: list[Shape], extra: dict[str, Value], mailboxes: dict[str, int],
-           blocks_per_row: int, copies: int) -> Names:
+def assign(
+    graph: Graph,
+    order: list[int],
+    shapes: list[Shape],
+    extra: dict[str, Value],
+    mailboxes: dict[str, int],
+    blocks_per_row: int,
+    copies: int,
+) -> Names:
     """Give every value that crosses a stage boundary a buffer.
 
     `order` is the global order of `shapes`. `blocks_per_row` is the width of the block table at the recipe's context.
@@ -77,8 +84,15 @@ def assign(graph: Graph, order: list[int], shapes: list[Shape], extra: dict[str,
         free_at[name] = last[value]
         if name not in names.buffers:
             one_row = value in extra and dtype == "i32"  # lists of the whole step, not of a row
-            names.buffers[name] = Buffer(name, "mailbox" if ranks else "scratch" if value in extra else "activation", dtype,
-                                         1 if one_row else graph.rows, v.width, ranks=ranks, copies=copies if ranks else 1)
+            names.buffers[name] = Buffer(
+                name,
+                "mailbox" if ranks else "scratch" if value in extra else "activation",
+                dtype,
+                1 if one_row else graph.rows,
+                v.width,
+                ranks=ranks,
+                copies=copies if ranks else 1,
+            )
 
     values = {v.name for v in graph.values}
     for at, i in enumerate(order):

@@ -102,13 +102,26 @@ def hazards(stages: Sequence[Stage], buffers: dict[str, Buffer]) -> Hazards:
 def own_region(src: Stage, w: Access, dst: Stage, r: Access, sms: int) -> bool:
     """Whether task t of dst, on the SM of task t of src, reads only what that task wrote."""
     same_place = (src.units, src.row_units, src.tasks, src.first_sm % sms, src.assign) == (
-        dst.units, dst.row_units, dst.tasks, dst.first_sm % sms, dst.assign)
-    same_words = (w.rows, w.base, w.step, w.span, w.first, w.count) == (r.rows, r.base, r.step, r.span, r.first, r.count)
+        dst.units,
+        dst.row_units,
+        dst.tasks,
+        dst.first_sm % sms,
+        dst.assign,
+    )
+    same_words = (w.rows, w.base, w.step, w.span, w.first, w.count) == (
+        r.rows,
+        r.base,
+        r.step,
+        r.span,
+        r.first,
+        r.count,
+    )
     return same_place and same_words and (w.step > 0 or w.rows == "unit" or src.tasks == 1) and not (w.by or r.by)
 
 
-def buffer_mechanisms(stages: Sequence[Stage], buffers: dict[str, Buffer], found: Hazards, sync: Sync, sms: int,
-                      leaves: frozenset[str]) -> dict[str, str]:
+def buffer_mechanisms(
+    stages: Sequence[Stage], buffers: dict[str, Buffer], found: Hazards, sync: Sync, sms: int, leaves: frozenset[str]
+) -> dict[str, str]:
     """The mechanism of the RAW edges of every buffer that has one. Raises PlanError for impossible overrides.
 
     `leaves` are buffers that vLLM reads after the launch: plain layout.
@@ -121,16 +134,19 @@ def buffer_mechanisms(stages: Sequence[Stage], buffers: dict[str, Buffer], found
         ok = own_region(stages[w.stage], w.a, stages[r.stage], r.a, sms)
         same[name] = same.get(name, True) and ok
     hit = dict.fromkeys((glob for glob, _ in sync.overrides), False)
+    whole_words = tagged_words(stages, buffers)
     for name in same:
         b = buffers[name]
-        can_tag = b.klass in ("activation", "scratch") and b.dtype in ("bf16", "f32") and name not in leaves
+        can_tag = b.klass in ("activation", "scratch") and name in whole_words and name not in leaves
         wanted = sync.mechanism
-        for glob, mechanism in sync.overrides:
+        for glob, mechanism in reversed(sync.overrides):  # the first match counts
             if fnmatchcase(name, glob):
                 hit[glob] = True
                 if mechanism == "tagged" and not can_tag and not any(c in glob for c in "*?["):
-                    problems.append(f"sync.overrides.{glob} = tagged: {name} is {b.klass} of {b.dtype}; expected counter "
-                                    "(only bf16 or f32 activations that stay inside the step can carry tags)")
+                    problems.append(
+                        f"sync.overrides.{glob} = tagged: {name} is {b.klass} of {b.dtype}; expected counter "
+                        "(only bf16 or f32 activations that stay inside the step and are written in whole 8-byte words carry tags)"
+                    )
                 wanted = mechanism
         if sync.mechanism == "grid_barrier" and wanted == "grid_barrier":
             out[name] = "grid_barrier"
@@ -146,6 +162,17 @@ def buffer_mechanisms(stages: Sequence[Stage], buffers: dict[str, Buffer], found
     if problems:
         raise PlanError(problems)
     return out
+
+
+def tagged_words(stages: Sequence[Stage], buffers: dict[str, Buffer]) -> frozenset[str]:
+    """Buffers that can be written in whole tagged words (8 payload bytes): rows and every unit's columns are multiples."""
+    per_word = {"bf16": 4, "f32": 2}
+    able = {n for n, b in buffers.items() if b.dtype in per_word and b.width % per_word[b.dtype] == 0}
+    for s in stages:
+        for a in s.writes:
+            if a.buffer in able and any(x % per_word[buffers[a.buffer].dtype] for x in (a.base, a.step, a.span)):
+                able.discard(a.buffer)
+    return frozenset(able)
 
 
 # -- chains -----------------------------------------------------------------------------------------------------------
@@ -171,8 +198,11 @@ class Order:
 
     def of(self, stage: int, a: Access) -> list[int]:
         """Nodes of the stage that make this access."""
-        return [self.bit[stage] + k for k, (first, count) in enumerate(self.nodes[stage])
-                if not a.count or not count or (first, count) == (a.first, a.count)]
+        return [
+            self.bit[stage] + k
+            for k, (first, count) in enumerate(self.nodes[stage])
+            if not a.count or not count or (first, count) == (a.first, a.count)
+        ]
 
     def add(self, src: list[int], dst: list[int], how: str) -> None:
         """how: full | covering | partial."""
@@ -197,8 +227,9 @@ def tagged_strength(w: Range, r: Range, width: int, dst: Stage) -> str:
     return "full" if r.a.step == 0 and r.a.rows == "all" and not r.a.count else "covering"
 
 
-def derive(stages: Sequence[Stage], buffers: dict[str, Buffer], sync: Sync, sms: int,
-           leaves: frozenset[str] = frozenset()) -> tuple[tuple[Edge, ...], dict[str, str]]:
+def derive(
+    stages: Sequence[Stage], buffers: dict[str, Buffer], sync: Sync, sms: int, leaves: frozenset[str] = frozenset()
+) -> tuple[tuple[Edge, ...], dict[str, str]]:
     """All edges of a plan, sorted by (dst, src, buffer), and the RAW mechanism of every buffer."""
     found = hazards(stages, buffers)
     mechanism = buffer_mechanisms(stages, buffers, found, sync, sms, leaves)
@@ -222,7 +253,9 @@ def derive(stages: Sequence[Stage], buffers: dict[str, Buffer], sync: Sync, sms:
             elif m == "same_sm":
                 order.add(order.of(w.stage, w.a), order.of(i, r.a), "covering")
             else:
-                order.add(order.of(w.stage, w.a), order.of(i, r.a), tagged_strength(w, r, buffers[name].width, stages[i]))
+                order.add(
+                    order.of(w.stage, w.a), order.of(i, r.a), tagged_strength(w, r, buffers[name].width, stages[i])
+                )
         for kind, old, new in old_of[i]:
             if not order.proven(order.of(old.stage, old.a), order.of(i, new.a)):
                 edges[i, old.stage, new.a.buffer, kind] = Edge(old.stage, i, new.a.buffer, kind, fallback)
