@@ -16,6 +16,7 @@ from optkit.plan.bodies import Shape
 from optkit.plan.types import Buffer
 
 STEP_INPUTS = {"token": "i32", "seq_len": "i32", "block_table": "i32", "slot_mapping": "i64", "state_slot": "i32"}
+POOL_REST = 24  # stages, about two layers: reuse is then proven by the stages between, without an edge of its own
 _LAYER = re.compile(r"^L(\d+)\.(.+)$")
 
 
@@ -76,7 +77,7 @@ def assign(
                 name, k = f"{stem}@{k}", k + 1
         else:
             pool = pools.setdefault(stem, [])
-            idle = [n for n in pool if free_at[n] < at]
+            idle = [n for n in pool if free_at[n] + POOL_REST < at]
             name = min(idle, key=lambda n: free_at[n]) if idle else f"{stem}@{len(pool)}"
             if not idle:
                 pool.append(name)

@@ -40,11 +40,11 @@ def build_plan(graph: Graph, choices: PlanChoices) -> Plan:
     names = assign(graph, order, shapes, fused.extra, fused.mailboxes, blocks_per_row, copies)
     stages = place([(fused.protos[i], shapes[i]) for i in order], names.of, choices, sms)
     leaves = frozenset(names.of[v] for v in graph.outputs)
-    edges, mechanism = derive(stages, names.buffers, choices.sync, sms, leaves)
+    edges, mechanism = derive(stages, names.buffers, choices.sync, sms, leaves, choices.parallel.peers == "real")
     buffers = tuple(
         replace(
             b,
-            layout="tagged" if mechanism.get(b.name) in ("tagged", "peer_mailbox") or b.klass == "mailbox" else "plain",
+            layout="tagged" if mechanism.get(b.name) in ("tagged", "peer_mailbox") else "plain",
         )
         for b in names.buffers.values()
     )
