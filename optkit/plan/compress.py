@@ -182,9 +182,15 @@ def compress(plan: Plan) -> dict[str, Any]:
     for seg in plan.segments:
         at = where[cursor][1]
         cursor += seg.count
-        columns = [t[at:at + seg.count] for t in tables[seg.body]]
-        segments.append({"body": seg.body, "layer": seg.layer, "count": seg.count,
-                         "tables": [{"=": c[0]} if all(v == c[0] for v in c) else c for c in columns]})
+        columns = [t[at : at + seg.count] for t in tables[seg.body]]
+        segments.append(
+            {
+                "body": seg.body,
+                "layer": seg.layer,
+                "count": seg.count,
+                "tables": [{"=": c[0]} if all(v == c[0] for v in c) else c for c in columns],
+            }
+        )
     out: dict[str, Any] = {k: getattr(plan, k) for k in SCALARS}
     out |= {k: _plain(dict(getattr(plan, k)), -1) for k in PAIRS}
     out["buffers"] = [list(vars(b).values()) for b in plan.buffers]
@@ -204,10 +210,17 @@ def expand(data: dict[str, Any]) -> Plan:
                 stages.append(s)
                 edges += waits
     rest = {k: data[k] for k in SCALARS} | {k: tuple(sorted(_rich(data[k], -1).items())) for k in PAIRS}
-    rest["memory"] = tuple((k, data["memory"][k]) for k in ("weights", "kv", "state", "workspace", "total", "available"))
-    return Plan(stages=tuple(stages), edges=tuple(edges), buffers=tuple(Buffer(*b) for b in data["buffers"]),
-                index_sets=tuple(IndexSet(v, p, n, tuple(f)) for v, p, n, f in data["index_sets"]),
-                segments=tuple(Segment(s["body"], s["layer"], s["count"]) for s in data["segments"]), **rest)
+    rest["memory"] = tuple(
+        (k, data["memory"][k]) for k in ("weights", "kv", "state", "workspace", "total", "available")
+    )
+    return Plan(
+        stages=tuple(stages),
+        edges=tuple(edges),
+        buffers=tuple(Buffer(*b) for b in data["buffers"]),
+        index_sets=tuple(IndexSet(v, p, n, tuple(f)) for v, p, n, f in data["index_sets"]),
+        segments=tuple(Segment(s["body"], s["layer"], s["count"]) for s in data["segments"]),
+        **rest,
+    )
 
 
 def from_json(text: str) -> Plan:
