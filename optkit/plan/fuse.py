@@ -455,30 +455,11 @@ class _Fuser:
     def do_mla_attention(self, op: Op) -> None:
         ql, q = op.inputs
         lora, rope = op.attr("lora"), op.attr("rope")
-<<<<<<< HEAD
         heads = op.attr("heads")
         groups = next(g for g in range(1, heads + 1) if heads % g == 0 and heads // g <= TILE_ROWS)  # M of the mma
         self.attention(op, {"kind": "mla", "q": V(q), "ql": V(ql), "kv": V(op.state("kv")), "groups": groups,
                             "heads_per_group": heads // groups, "dqk": lora + rope, "dv": lora, "scale": op.attr("scale"),
                             "nope": op.attr("nope"), "rope": rope})
-=======
-        self.attention(
-            op,
-            {
-                "kind": "mla",
-                "q": V(q),
-                "ql": V(ql),
-                "kv": V(op.state("kv")),
-                "groups": 1,
-                "heads_per_group": op.attr("heads"),
-                "dqk": lora + rope,
-                "dv": lora,
-                "scale": op.attr("scale"),
-                "nope": op.attr("nope"),
-                "rope": rope,
-            },
-        )
->>>>>>> plan
 
     def do_gqa_attention(self, op: Op) -> None:
         groups, dim = op.attr("kv_heads"), op.attr("dim")
