@@ -163,8 +163,9 @@ class Memory:
         hi = lo + value.shape[-1]
         if self.guard is not None:
             self.guard.check_store(self, name, value, r0, r1, lo, hi)
-        data[..., r0:r1, lo:hi] = value.to(data.dtype)
-        self.tags[name][r0:r1, lo:hi] = self.tag(self.stage)
+        data[..., r0:r1, lo:hi] = value  # copying rounds to nearest even
+        if self.guard is not None:
+            self.tags[name][r0:r1, lo:hi] = self.tag(self.stage)
 
     def input(self, name: str) -> torch.Tensor:
         """A step input of the active rows."""
