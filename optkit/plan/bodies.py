@@ -21,12 +21,13 @@ CHUNK_FP4 = 2048
 ROW_PITCH = 1088  # 1024 bytes of a row chunk + 64, so that 8 rows fall into different banks
 SCALE_BYTES = 1024  # ue8m0 scales of one 16 x 2048 MXFP4 tile
 SLOT_BYTES = TILE_ROWS * ROW_PITCH + SCALE_BYTES
-FIXED_SMEM = 6 * 1024  # barriers, descriptors, reduction scratch
+FIXED_SMEM = 16 * 1024  # two descriptors (4.5 KiB), reduction scratch (8 KiB), barriers, alignment
 THREADS = 288  # 8 consumer warps and one producer warp
 REGS_MMA = 224  # 288 * 224 = 64512 of 65536 registers
 REGS_VECTOR = 168
 EW_COLUMNS = 64
 KV_CHUNK = 64
+PARTIAL_EXTRA = 4  # a head's attention partial is m, l, 0, 0, o[dv]: 16-byte aligned
 
 
 class V(str):
@@ -126,14 +127,8 @@ def kda(p: Params, ctx: Context) -> Shape:
     cols = [Access(p[key], "unit", 0, d, d) for key in ("q", "k", "v", "f", "g")] + [Access(p["b"], "unit", 0, 1, 1)]
     conv = [Access(p["conv"], "unit", (t * 3 + c) * heads * d, d, d) for t in range(p["taps"] - 1) for c in range(3)]
     state = [*conv, Access(p["recurrent"], "unit", 0, d * d, d * d)]
-    return Shape(
-        ctx.rows * heads,
-        ctx.rows,
-        reads=(*cols, *state, Access("state_slot", "unit")),
-        writes=(Access(p["out"], "unit", 0, d, d), *state),
-        smem=4 * 16 * d,
-        regs=REGS_MMA,
-    )
+    return Shape(ctx.rows * heads, ctx.rows, reads=(*cols, *state, Access("state_slot", "unit")),
+                 writes=(Access(p["out"], "unit", 0, d, d), *state), smem=4 * 6 * d, regs=REGS_MMA)
 
 
 def mla_insert(p: Params, ctx: Context) -> Shape:
@@ -166,28 +161,21 @@ def attn(p: Params, ctx: Context) -> Shape:
         q = [Access(p["q"], "unit", 0, per * p["dqk"], per * p["dqk"])]
     else:
         q = [Access(p["q"], "unit")]
-    span = per * (p["dv"] if splits == 1 else p["dv"] + 2)
-    # q and o of the group in fp32 plus one chunk of scores; cache rows go through registers
-    smem = per * (p["dqk"] * 2 + p["dv"] * 4 + KV_CHUNK * 4 + 16) + 256
-    return Shape(
-        ctx.rows * groups * splits,
-        ctx.rows,
-        reads=(*q, Access(p["kv"], "unit"), Access("seq_len", "unit"), Access("block_table", "unit")),
-        writes=(Access(p["out"], "unit", 0, span, span),),
-        smem=smem,
-        regs=REGS_MMA,
-    )
+    span = per * (p["dv"] if splits == 1 else p["dv"] + PARTIAL_EXTRA)
+    # 16 query rows and a chunk of K rows (GQA: V rows too), scores fp32, probabilities bf16, m, l, alpha
+    k_row, v_row = 2 * p["dqk"] + 64, 2 * p["dv"] + 64 if p["kind"] == "gqa" else 0
+    smem = 16 * k_row + KV_CHUNK * (k_row + v_row) + 16 * KV_CHUNK * 4 + 16 * (2 * KV_CHUNK + 64) + 3 * 64
+    return Shape(ctx.rows * groups * splits, ctx.rows,
+                 reads=(*q, Access(p["kv"], "unit"), Access("seq_len", "unit"), Access("block_table", "unit")),
+                 writes=(Access(p["out"], "unit", 0, span, span),), smem=smem, regs=REGS_MMA)
 
 
 def attn_combine(p: Params, ctx: Context) -> Shape:
     """One kv group of one row a unit: merge the splits in order."""
-    per, part = p["heads_per_group"], p["splits"] * p["heads_per_group"] * (p["dv"] + 2)
-    return Shape(
-        ctx.rows * p["groups"],
-        ctx.rows,
-        reads=(Access(p["partial"], "unit", 0, part, part), Access("seq_len", "unit")),
-        writes=(Access(p["out"], "unit", 0, per * p["dv"], per * p["dv"]),),
-    )
+    per, part = p["heads_per_group"], p["splits"] * p["heads_per_group"] * (p["dv"] + PARTIAL_EXTRA)
+    return Shape(ctx.rows * p["groups"], ctx.rows, reads=(Access(p["partial"], "unit", 0, part, part),
+                                                          Access("seq_len", "unit")),
+                 writes=(Access(p["out"], "unit", 0, per * p["dv"], per * p["dv"]),))
 
 
 def ew(p: Params, ctx: Context) -> Shape:
@@ -201,12 +189,8 @@ def ew(p: Params, ctx: Context) -> Shape:
 
 def route(p: Params, ctx: Context) -> Shape:
     """A single task: top-k of every row, and the list of distinct experts."""
-    return Shape(
-        1,
-        reads=(Access(p["logits"]),),
-        writes=tuple(Access(p[key]) for key in ("ids", "wts", "uniq")),
-        smem=4 * ctx.rows * p["experts"],
-    )
+    return Shape(1, reads=(Access(p["logits"]),), writes=tuple(Access(p[key]) for key in ("ids", "wts", "uniq")),
+                 smem=4 * ctx.rows * p["experts"] + 3 * 512)  # scores; ids, first flags, ranks of 128 slots
 
 
 def expert_gate_up(p: Params, ctx: Context) -> Shape:
@@ -237,23 +221,11 @@ def expert_down(p: Params, ctx: Context) -> Shape:
     """16 latent rows of all distinct experts, summed in order, a unit."""
     bound = ctx.rows * p["topk"]
     chunk = min(CHUNK_FP4, p["inter"])
-    stream = Stream(
-        p["w2"],
-        TILE_ROWS,
-        chunk,
-        ceil(p["inter"] / chunk),
-        TILE_ROWS * (chunk // 2 + chunk // 32),
-        index=p["uniq"],
-        repeat=bound,
-    )
-    return Shape(
-        ceil(p["latent"] / TILE_ROWS),
-        reads=(Access(p["ea"]), Access(p["uniq"]), Access(p["wts"])),
-        writes=(Access(p["out"], step=TILE_ROWS, span=TILE_ROWS),),
-        streams=(stream,),
-        smem=x_area(p["topk"] * p["inter"]),
-        regs=REGS_MMA,
-    )
+    stream = Stream(p["w2"], TILE_ROWS, chunk, ceil(p["inter"] / chunk), TILE_ROWS * (chunk // 2 + chunk // 32),
+                    index=p["uniq"], repeat=bound)
+    return Shape(ceil(p["latent"] / TILE_ROWS), reads=(Access(p["ea"]), Access(p["uniq"]), Access(p["wts"])),
+                 writes=(Access(p["out"], step=TILE_ROWS, span=TILE_ROWS),), streams=(stream,),
+                 smem=bound * (2 * p["inter"] + 64) + 4 * (1 + bound * (1 + ctx.rows)) + 4 * bound, regs=REGS_MMA)
 
 
 BODIES: dict[str, Callable[[Params, Context], Shape]] = {

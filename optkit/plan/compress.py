@@ -112,7 +112,7 @@ def _rich(value: Any, layer: int) -> Any:
 
 
 def _stage_out(s: Stage, waits: Sequence[Edge], i: int, layer: int) -> dict[str, Any]:
-    d = {k: v for k, v in vars(s).items() if k not in ("reads", "writes", "streams", "params")}
+    d = {k: v for k, v in vars(s).items() if k not in ("reads", "writes", "streams", "params", "_param")}
     d["layer"] = s.layer - layer
     d["params"] = Record(s.params)
     d["reads"] = tuple(_sparse(a, _ACCESS_KEYS, _ACCESS) for a in s.reads)

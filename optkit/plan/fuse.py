@@ -21,7 +21,7 @@ from typing import Any
 
 from optkit.models.emulation import emulation_coefficients
 from optkit.models.graph import Graph, Op, Value
-from optkit.plan.bodies import TILE_ROWS, V
+from optkit.plan.bodies import PARTIAL_EXTRA, TILE_ROWS, V
 from optkit.plan.choices import PlanChoices
 from optkit.plan.errors import PlanError
 from optkit.plan.types import Record
@@ -448,29 +448,18 @@ class _Fuser:
         if splits == 1:
             self.emit(op.name, "attn", (op.name,), {**params, "out": V(out)})
             return
-        part = self.add_value(f"{out}.part", groups * splits * params["heads_per_group"] * (params["dv"] + 2), "f32")
+        part = self.add_value(f"{out}.part", groups * splits * params["heads_per_group"] * (params["dv"] + PARTIAL_EXTRA), "f32")
         self.emit(op.name, "attn", (op.name,), {**params, "out": part})
         self.emit(f"{op.name}.combine", "attn_combine", (), {**params, "partial": part, "out": V(out)}, first=op)
 
     def do_mla_attention(self, op: Op) -> None:
         ql, q = op.inputs
         lora, rope = op.attr("lora"), op.attr("rope")
-        self.attention(
-            op,
-            {
-                "kind": "mla",
-                "q": V(q),
-                "ql": V(ql),
-                "kv": V(op.state("kv")),
-                "groups": 1,
-                "heads_per_group": op.attr("heads"),
-                "dqk": lora + rope,
-                "dv": lora,
-                "scale": op.attr("scale"),
-                "nope": op.attr("nope"),
-                "rope": rope,
-            },
-        )
+        heads = op.attr("heads")
+        groups = next(g for g in range(1, heads + 1) if heads % g == 0 and heads // g <= TILE_ROWS)  # M of the mma
+        self.attention(op, {"kind": "mla", "q": V(q), "ql": V(ql), "kv": V(op.state("kv")), "groups": groups,
+                            "heads_per_group": heads // groups, "dqk": lora + rope, "dv": lora, "scale": op.attr("scale"),
+                            "nope": op.attr("nope"), "rope": rope})
 
     def do_gqa_attention(self, op: Op) -> None:
         groups, dim = op.attr("kv_heads"), op.attr("dim")
