@@ -147,7 +147,7 @@ def buffer_mechanisms(
                 if mechanism == "tagged" and not can_tag and not any(c in glob for c in "*?["):
                     problems.append(
                         f"sync.overrides.{glob} = tagged: {name} is {b.klass} of {b.dtype}; expected counter "
-                        "(tags need bf16 or f32 that stays inside the step, written in whole 8-byte words at fixed columns)"
+                        "(tags need bf16 or f32 inside the step, written in whole 8-byte words at fixed columns)"
                     )
                 wanted = mechanism
         if wanted == "grid_barrier" and not (b.klass == "mailbox" and real_peers):
