@@ -16,10 +16,10 @@ def ring(stages: tuple[Stage, ...], choices: PlanChoices, problems: list[str]) -
     left = hw.smem - FIXED_SMEM - largest.smem
     fit = left // SLOT_BYTES
     if fit < MIN_RING:
+        asked_bytes = largest.smem + MIN_RING * SLOT_BYTES + FIXED_SMEM
         problems.append(
-            f"shared memory: stage {largest.name} ({largest.body}) needs {largest.smem} bytes beside a ring of at "
-            f"least {MIN_RING} x {SLOT_BYTES} and {FIXED_SMEM} fixed: {largest.smem + MIN_RING * SLOT_BYTES + FIXED_SMEM} "
-            f"bytes asked, {hw.smem} there on {hw.name}"
+            f"shared memory: stage {largest.name} ({largest.body}) needs {largest.smem} bytes beside a ring of "
+            f"at least {MIN_RING} x {SLOT_BYTES} and {FIXED_SMEM} fixed: {asked_bytes} bytes asked, {hw.smem} there on {hw.name}"
         )
     asked = choices.overlap.ring_slots
     if asked and asked > fit >= MIN_RING:

@@ -76,7 +76,7 @@ class Decode:
 
 @dataclass(frozen=True)
 class Cache:
-    """vLLM's caches: tokens of a KV block, dtypes, blocks and state slots (None = just enough for the largest batch)."""
+    """vLLM's caches: tokens of a KV block, dtypes, blocks and state slots (None = enough for the largest batch)."""
 
     block_size: int = 16
     kv_dtype: str = "bf16"
@@ -221,8 +221,8 @@ class PlanChoices:
             yield f"decode.batch = {list(d.batch)}: expected at least one batch size, each at least 1"
         elif max(d.batch) * d.rows_per_request > TOKEN_CLASS:
             yield (
-                f"decode.batch = {list(d.batch)}: {max(d.batch)} x decode.rows_per_request {d.rows_per_request} rows asked, "
-                f"the kernel's token class has {TOKEN_CLASS}"
+                f"decode.batch = {list(d.batch)}: {max(d.batch)} x decode.rows_per_request {d.rows_per_request} rows "
+                f"asked, the kernel's token class has {TOKEN_CLASS}"
             )
         for key, value, count in (("rank", p.rank, p.tp), ("stage", p.stage, p.pp)):
             if not 0 <= value < max(count, 1):

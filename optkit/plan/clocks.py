@@ -1,8 +1,8 @@
 """What the tasks of a stage know when they store: the planner's proof that reuse of a buffer is already ordered.
 
-Two arrays [SM, SM] of stage indices, one row per SM. SM m knows that everything SM m' did up to stage `done[m, m']` has
-finished reading, and that its stores up to `visible[m, m']` are visible to m. One index per pair is enough because every
-SM runs its tasks in stage order.
+Two arrays [SM, SM] of stage indices, one row per SM. SM m knows that everything SM m' did up to stage `done[m, m']`
+has finished reading, and that its stores up to `visible[m, m']` are visible to m. One index per pair is enough because
+every SM runs its tasks in stage order.
 
 * A counter edge (or grid barrier) waits for all tasks of the source, and an arrival comes after all that its SM did
   before: both arrays grow, also by what the source tasks knew.

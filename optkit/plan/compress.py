@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from optkit.plan.types import Access, Buffer, Edge, IndexSet, Plan, Record, Segment, Stage, Stream
@@ -56,7 +56,7 @@ def segments_of(stages: Sequence[Stage], family: str) -> tuple[Segment, ...]:
 # -- names of layers --------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=None)
+@cache
 def _patterns(layer: int) -> tuple[re.Pattern[str], re.Pattern[str]]:
     def at(n: int) -> re.Pattern[str]:
         return re.compile(rf"(^|[^A-Za-z0-9])(L|layers\.|P\.){n}(?![0-9])")
@@ -64,7 +64,7 @@ def _patterns(layer: int) -> tuple[re.Pattern[str], re.Pattern[str]]:
     return at(layer), at(layer + 1)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _abstract(text: str, layer: int) -> str:
     if layer < 0:
         return text

@@ -147,7 +147,7 @@ def buffer_mechanisms(
                 if mechanism == "tagged" and not can_tag and not any(c in glob for c in "*?["):
                     problems.append(
                         f"sync.overrides.{glob} = tagged: {name} is {b.klass} of {b.dtype}; expected counter "
-                        "(only bf16 or f32 activations that stay inside the step and are written in whole 8-byte words carry tags)"
+                        "(tags need bf16 or f32 inside the step, written in whole 8-byte words at fixed columns)"
                     )
                 wanted = mechanism
         if wanted == "grid_barrier" and not (b.klass == "mailbox" and real_peers):
@@ -226,7 +226,7 @@ def derive(
 
     for i in range(len(stages)):
         clocks.enter(i)
-        for w, r in raw_of[i]:
+        for w, _ in raw_of[i]:
             how = mechanism[w.a.buffer]
             add(w.stage, i, w.a.buffer, "raw", how)
             if how in ("counter", "grid_barrier"):

@@ -45,9 +45,10 @@ def problems(sizes: tuple[tuple[str, int], ...], graph: Graph, choices: PlanChoi
     if s["total"] <= s["available"]:
         return []
     gb = {k: v / 1e9 for k, v in s.items()}
-    d = choices.decode
+    d, p, hw = choices.decode, choices.parallel, choices.hardware
     return [
-        f"memory: {graph.name} with parallel.tp = {choices.parallel.tp}, pp = {choices.parallel.pp}: {gb['total']:.1f} GB needed "
-        f"per GPU, {gb['available']:.0f} there on {choices.hardware.name} (weights {gb['weights']:.1f}, KV {gb['kv']:.1f} "
-        f"for batch {choices.largest_batch} x decode.context = {d.context}, state {gb['state']:.1f}, workspace {gb['workspace']:.2f})"
+        f"memory: {graph.name} with parallel.tp = {p.tp}, parallel.pp = {p.pp}: {gb['total']:.1f} GB needed per GPU, "
+        f"{gb['available']:.0f} there on {hw.name} (weights {gb['weights']:.1f}, KV {gb['kv']:.1f} and state "
+        f"{gb['state']:.1f} for batch {choices.largest_batch} x decode.context = {d.context}, workspace "
+        f"{gb['workspace']:.2f})"
     ]
