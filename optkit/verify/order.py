@@ -1,0 +1,351 @@
+"""Ordering of every read and write of a Plan, task by task, with one vector clock per SM.
+
+Two clocks, because two different things can be known. Both are [SM, SM] arrays of stage indices: row m says what a
+task on SM m knows of the tasks on every SM.
+
+* `visible[m, m']` = s: everything that SM m' wrote in stages <= s is visible to m. Only release/acquire makes it grow:
+  a `counter` or `grid_barrier` edge (all tasks of the source stage arrive after a CTA barrier, so an arrival covers
+  the SM's earlier tasks too; transitive), and `same_sm` (a CTA barrier) for the own SM.
+* `done[m, m']` = s: SM m' has finished all reads of its stages <= s before any store of the task at hand. The edges
+  above make it grow, and tagged words too: whoever polls a tag has seen a store, which comes after (1) all tasks that
+  the writing SM ran before, (2) all polls of the writing unit, (3) if all words of all units of the writing task are
+  polled, the whole task. So (1) `done` = stage - 1 or (3) = stage. Nothing is claimed for routed units and for rows
+  that may be absent (see regions.heard). A tagged word makes no *other* memory visible: `visible` never grows by it.
+
+Rules. RAW on a plain buffer: `visible`. RAW through a tagged edge: by value, for exactly the words that the edge's
+source stage writes; never for state. WAR: `done`, since a read that has returned cannot see a later store. WAW:
+`visible`, or every overwritten word was polled by a reader whose read is ordered before the overwriting store.
+`program`: reader and writer unit are the same unit of the same task shape, so one thread owns the words.
+
+The producer warp runs apart from its consumers: it reads the index of routed tiles, and if none of its SM's units exist
+no consumer waits for it. Such an index read counts as done only when the SM has finished a later stage whose tiles come
+through the same FIFO ring (`_Use.due`).
+
+Assumed of the kernel: the consumer warps of a CTA meet between two tasks, every value that a task loads is used before
+its last store, and at gpu scope stores are multi-copy atomic (PTX ISA, memory consistency model).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from optkit.plan.types import Access, Edge, Plan, Stage
+from optkit.verify import regions as R
+
+READ_ONLY = ("weight", "table", "input")
+ACQUIRE = ("counter", "grid_barrier")
+BY_VALUE = ("tagged", "peer_mailbox")
+
+
+@dataclass(frozen=True)
+class Violation:
+    """Two accesses that nothing orders. Stages by index; tasks are examples."""
+
+    kind: str  # raw | war | waw | within
+    buffer: str
+    first: int
+    first_task: int
+    then: int
+    then_task: int
+    text: str
+
+
+@dataclass
+class _Use:
+    """One stage's accesses to one buffer."""
+
+    stage: int
+    foot: R.Footprint  # rows as declared
+    flat: R.Footprint  # as compared with other stages: rows of vLLM's state cannot be told apart statically
+    due: np.ndarray | int  # stage that must be done for this use to be over, per task
+    heard_by_readers: list[R.Footprint] = field(default_factory=list)  # tagged reads of these words
+
+
+@dataclass(frozen=True)
+class MailboxEvent:
+    """A stage that writes ("w") or reads ("r") a mailbox; `known`: stages all of whose reads of any mailbox are over
+    before any store of a writing stage."""
+
+    stage: int
+    kind: str
+    mailbox: str
+    known: frozenset[int]
+
+
+@dataclass
+class OrderResult:
+    """All violations, how many pairs of accesses were compared, and the exchanges in stage order."""
+
+    violations: list[Violation]
+    unwritten: list[str]
+    pairs: int
+    exchanges: list[MailboxEvent]
+
+
+class _Clocks:
+    """The vector clocks of one walk over the stages."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        n = plan.sms
+        self.visible = np.full((n, n), -1, np.int32)
+        self.done = np.full((n, n), -1, np.int32)
+        self.sms = [np.array([s.sm_of(t, n) for t in range(s.tasks)]) for s in plan.stages]
+        self.released: list[np.ndarray] = []  # [SM]: what all arrivals of a stage make visible
+        self.arrived: list[np.ndarray] = []  # [SM]: the same for `done`
+        self.before = np.empty((0, n), np.int32)  # [task, SM] of the stage at hand: known before any of its stores
+        self.before_store: dict[int, np.ndarray] = {}  # the same, kept while a later stage hears this one's tags
+        self.at_end: dict[int, np.ndarray] = {}  # [task, SM]: known at the end of the task
+        self.last_hearer: dict[int, int] = {}
+        for e in plan.edges:
+            if e.mechanism in BY_VALUE:
+                self.last_hearer[e.src] = max(e.dst, self.last_hearer.get(e.src, -1))
+
+    def enter(self, i: int, waits: tuple[Edge, ...], tagged: dict[int, R.Heard]) -> None:
+        """Apply the edges into stage i."""
+        sm = self.sms[i]
+        for e in waits:
+            if e.mechanism in ACQUIRE:
+                self.visible[sm] = np.maximum(self.visible[sm], self.released[e.src])
+                self.done[sm] = np.maximum(self.done[sm], self.arrived[e.src])
+            elif e.mechanism == "same_sm":
+                own = np.intersect1d(sm, self.sms[e.src])
+                self.visible[own, own] = np.maximum(self.visible[own, own], e.src)
+        self.done[sm, sm] = i - 1
+        before, end = self.done[sm], self.done[sm]
+        for src, h in tagged.items():
+            lower = np.maximum(self._told(h.every, self.before_store[src], src, src - 1),
+                               self._told(h.every_whole, self.at_end[src], src, src))
+            before = np.maximum(before, lower)
+            end = np.maximum(end, np.maximum(lower, self._told(h.whole, self.at_end[src], src, src)))
+        self.before = before
+        if i in self.last_hearer:
+            self.before_store[i], self.at_end[i] = before, end
+        for src in [x for x in tagged if self.last_hearer[x] <= i]:
+            del self.before_store[src], self.at_end[src]
+        self.done[sm] = end
+        released = self.visible[sm].max(axis=0, initial=-1)
+        arrived = end.max(axis=0, initial=-1)
+        released[sm] = arrived[sm] = i
+        self.released.append(released)
+        self.arrived.append(arrived)
+
+    def _told(self, told: R.Bool, known: np.ndarray, src: int, own: int) -> np.ndarray:
+        """[reader tasks, SM]: maximum of `known` over the writer tasks that are heard, and `own` for their SMs."""
+        out = np.full((len(told), self.plan.sms), -1, np.int32)
+        if told.all():
+            out[:] = known.max(axis=0, initial=-1)
+            out[:, self.sms[src]] = np.maximum(out[:, self.sms[src]], own)
+            return out
+        patterns, which = np.unique(told, axis=0, return_inverse=True)
+        for k, pattern in enumerate(patterns):
+            if pattern.any():
+                row = known[pattern].max(axis=0)
+                heard_sms = self.sms[src][pattern]
+                row[heard_sms] = np.maximum(row[heard_sms], own)
+                out[which.ravel() == k] = row
+        return out
+
+
+def check_order(plan: Plan) -> OrderResult:
+    """Walk the stages in global order and compare each access with the live accesses before it."""
+    return _Walk(plan).run()
+
+
+class _Walk:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.clocks = _Clocks(plan)
+        self.writers: dict[str, list[_Use]] = defaultdict(list)
+        self.readers: dict[str, list[_Use]] = defaultdict(list)
+        self.due = _index_reads_due(plan, self.clocks.sms)
+        self.out = OrderResult([], [], 0, [])
+
+    def run(self) -> OrderResult:
+        plan = self.plan
+        for i, stage in enumerate(plan.stages):
+            waits = tuple(e for e in plan.waits[i] if e.src < i)
+            reads, writes = _by_buffer(stage.reads), _by_buffer(stage.writes)
+            uses = {b: self._use(i, b, acc) for b, acc in reads.items() if b in plan.buffer}
+            made = {b: self._use(i, b, acc) for b, acc in writes.items() if b in plan.buffer}
+            self.clocks.enter(i, waits, self._tagged(waits, uses))
+            for b, use in uses.items():
+                self._read(b, use, waits)
+            for b, use in made.items():
+                self._write(b, use)
+            for b, use in uses.items():
+                self.readers[b].append(use)
+            self._exchanges(i, uses, made)
+        return self.out
+
+    def _exchanges(self, i: int, uses: dict[str, _Use], made: dict[str, _Use]) -> None:
+        boxes = self.plan.buffer
+        for b in uses:
+            if boxes[b].klass == "mailbox":
+                self.out.exchanges.append(MailboxEvent(i, "r", b, frozenset()))
+        for b in made:
+            if boxes[b].klass == "mailbox":
+                known = frozenset(e.stage for e in self.out.exchanges if e.kind == "r" and e.stage < i and bool(
+                    (self.clocks.before[:, self.clocks.sms[e.stage]] >= e.stage).all()))
+                self.out.exchanges.append(MailboxEvent(i, "w", b, known))
+
+    def _use(self, i: int, buffer: str, accesses: tuple[Access, ...]) -> _Use:
+        b = self.plan.buffer[buffer]
+        stage = self.plan.stages[i]
+        return _Use(i, R.footprint(stage, accesses, b.width),
+                    R.footprint(stage, accesses, b.width, rows_matter=b.klass != "state"),
+                    self.due.get((i, buffer), i))
+
+    def _tagged(self, waits: tuple[Edge, ...], uses: dict[str, _Use]) -> dict[int, R.Heard]:
+        pairs: dict[int, list[tuple[R.Footprint, R.Footprint]]] = defaultdict(list)
+        for e in waits:
+            if e.mechanism in BY_VALUE and e.kind == "raw" and e.buffer in uses:
+                w = next((w for w in self.writers[e.buffer] if w.stage == e.src), None)
+                if w is not None:
+                    pairs[e.src].append((w.foot, uses[e.buffer].foot))
+        return {src: R.heard(tuple(p)) for src, p in pairs.items()}
+
+    def _read(self, name: str, use: _Use, waits: tuple[Edge, ...]) -> None:
+        buffer = self.plan.buffer[name]
+        if buffer.klass in READ_ONLY:
+            return
+        writers = self.writers[name]
+        if buffer.klass != "state":
+            gap = R.missing(tuple(w.flat for w in writers), use.flat)
+            if gap:
+                self.out.unwritten.append(
+                    f"{self.plan.stages[use.stage].name} reads {gap} columns of {name} that no earlier stage wrote")
+        for w in writers:
+            self.out.pairs += 1
+            mech = {e.mechanism for e in waits if e.src == w.stage and e.buffer == name and e.kind == "raw"}
+            by_value = bool(mech & set(BY_VALUE))
+            if by_value and buffer.klass != "state":
+                w.heard_by_readers.append(use.flat)
+                continue
+            if "program" in mech and R.same_units(w.foot, use.foot) and self._same_place(w.stage, use.stage):
+                continue
+            bad = self._unordered(w, use, self.clocks.visible[self.clocks.sms[use.stage]])
+            if bad:
+                why = ("a tagged edge carries no release: state needs counter or grid_barrier" if by_value else
+                       f"no edge makes it visible{self._hint(mech)}")
+                self._report("raw", name, w.stage, use.stage, bad, why)
+
+    def _write(self, name: str, use: _Use) -> None:
+        i, buffer = use.stage, self.plan.buffer[name]
+        if buffer.klass in READ_ONLY:
+            self.out.violations.append(Violation("waw", name, i, 0, i, 0, f"{self.plan.stages[i].name} writes {name}, "
+                                                 f"which is of class {buffer.klass}: never written in a launch"))
+        kept_r, kept_w = [], []
+        full = use.flat.exact and buffer.klass != "state"
+        for r in self.readers[name]:
+            self.out.pairs += 1
+            bad = self._unordered(r, use, self.clocks.before)
+            if bad:
+                self._report("war", name, r.stage, i, bad, "the slot is reused while it may still be read")
+            if not (full and self._replaced(r, use, name)):
+                kept_r.append(r)
+        for w in self.writers[name]:
+            self.out.pairs += 1
+            if not self._overwritten_after_polls(w, use):
+                bad = self._unordered(w, use, self.clocks.visible[self.clocks.sms[i]])
+                if bad:
+                    self._report("waw", name, w.stage, i, bad, "neither release/acquire nor polls of every word")
+            if not (full and self._replaced(w, use, name)):
+                kept_w.append(w)
+        self.readers[name], self.writers[name] = kept_r, [*kept_w, use]
+
+    def _unordered(self, first: _Use, then: _Use, clock: np.ndarray) -> tuple[int, int] | None:
+        """A pair of tasks that share a word and are not ordered: clock[task of then, SM of first] < stage of first."""
+        late = clock[:, self.clocks.sms[first.stage]] < first.due  # [tasks then, tasks first]
+        if not late.any():
+            return None
+        hits = np.argwhere(late.T & R.overlap(first.flat, then.flat))
+        return (int(hits[0][0]), int(hits[0][1])) if len(hits) else None
+
+    def _overwritten_after_polls(self, w: _Use, then: _Use) -> bool:
+        """Every word that `then` overwrites was polled after w stored it; the polls' own WAR is checked apart."""
+        polls = tuple(f for f in w.heard_by_readers if f.exact)
+        return bool(polls) and R.missing(polls, w.flat) == 0
+
+    def _replaced(self, old: _Use, new: _Use, name: str) -> bool:
+        """Every word of `old` has been overwritten since: by `new`, or by writes already ordered after `old`."""
+        later = tuple(w.flat for w in self.writers[name] if w.stage > old.stage and w.flat.exact)
+        return R.missing((*later, new.flat), old.flat) == 0
+
+    def _same_place(self, a: int, b: int) -> bool:
+        return np.array_equal(self.clocks.sms[a], self.clocks.sms[b])
+
+    def _hint(self, mech: set[str]) -> str:
+        return f" ({', '.join(sorted(mech))} does not reach this pair)" if mech else ""
+
+    def _report(self, kind: str, buffer: str, first: int, then: int, tasks: tuple[int, int], why: str) -> None:
+        a, b = self.plan.stages[first], self.plan.stages[then]
+        verb = {"raw": ("write", "read"), "war": ("read", "write"), "waw": ("write", "write")}[kind]
+        sms = self.plan.sms
+        self.out.violations.append(Violation(
+            kind, buffer, first, tasks[0], then, tasks[1],
+            f"{buffer}: {verb[0]} by {a.name} task {tasks[0]} (SM {a.sm_of(tasks[0], sms)}) is not ordered before the "
+            f"{verb[1]} by {b.name} task {tasks[1]} (SM {b.sm_of(tasks[1], sms)}); missing edge {a.name} -> {b.name} "
+            f"({kind} on {buffer}): {why}"))
+
+
+def _index_reads_due(plan: Plan, sms: list[np.ndarray]) -> dict[tuple[int, str], np.ndarray]:
+    """Stage by whose end the producer warp has surely read the index of a routed stage, per (stage, buffer): [tasks]."""
+    never = np.iinfo(np.int32).max
+    following = np.full(plan.sms, never, np.int64)
+    out: dict[tuple[int, str], np.ndarray] = {}
+    for i in range(len(plan.stages) - 1, -1, -1):
+        stage = plan.stages[i]
+        for index in {s.index for s in stage.streams if s.index}:
+            out[i, index] = following[sms[i]].copy()
+        static = [s for s in stage.streams if not s.index]
+        if static and stage.assign != "cyclic" and stage.row_units <= 1:
+            units = np.zeros(stage.units, bool)
+            for s in static:
+                units[s.first:s.first + s.count if s.count else stage.units] = True
+            pulls = np.unique(R.task_of_unit(R.shape_of(stage))[units])
+            following[sms[i][pulls]] = i
+    return out
+
+
+def _by_buffer(accesses: tuple[Access, ...]) -> dict[str, tuple[Access, ...]]:
+    out: dict[str, list[Access]] = defaultdict(list)
+    for a in accesses:
+        out[a.buffer].append(a)
+    return {b: tuple(v) for b, v in out.items()}
+
+
+def check_within(plan: Plan) -> list[str]:
+    """Tasks of one stage run at the same time: what one writes no other may read or write, unless a fact says so."""
+    out: list[str] = []
+    injective = {x.value for x in plan.index_sets if "injective" in x.facts}
+    partition = {x.value for x in plan.index_sets if "partition" in x.facts}
+    for stage in plan.stages:
+        reads, writes = _by_buffer(stage.reads), _by_buffer(stage.writes)
+        for name, made in writes.items():
+            if name not in plan.buffer:
+                continue
+            b = plan.buffer[name]
+            if b.klass == "state" and any(a.rows == "unit" for a in made) and stage.row_units > 1:
+                keys = [a.buffer for a in stage.reads if a.buffer in ("slot_mapping", "state_slot")]
+                if not any(k in injective for k in keys):
+                    out.append(f"{stage.name} writes rows of {name} by {keys or 'no index'}: no index set states that "
+                               "different token rows have different slots (injective)")
+            for foot_r, foot_w, verb in _pairs_within(stage, reads.get(name, ()), made, b.width):
+                hit = R.clash(foot_w, foot_r)
+                if hit and not (any(a.by in partition for a in made if a.by) and verb == "write"):
+                    out.append(f"{name}: {stage.name} task {hit[0]} writes words that task {hit[1]} of the same stage "
+                               f"may {verb}")
+    return out
+
+
+def _pairs_within(stage: Stage, read: tuple[Access, ...], made: tuple[Access, ...],
+                  width: int) -> list[tuple[R.Footprint, R.Footprint, str]]:
+    w = R.footprint(stage, made, width)
+    out = [(w, w, "write")]
+    if read:
+        out.append((R.footprint(stage, read, width), w, "read"))
+    return out
