@@ -13,7 +13,7 @@ task on SM m knows of the tasks on every SM.
   that may be absent (see regions.heard). A tagged word makes no *other* memory visible: `visible` never grows by it.
 
 Rules. RAW on a plain buffer: `visible`. RAW through a tagged edge: by value, for exactly the words that the edge's
-source stage writes; never for state. WAR: `done`, since a read that has returned cannot see a later store. WAW:
+source stage writes; never for state; a tag of another stage is no match, so older writers need only their WAW. WAR: `done`, since a read that has returned cannot see a later store. WAW:
 `visible`, or every overwritten word was polled by a reader whose read is ordered before the overwriting store.
 `program`: reader and writer unit are the same unit of the same task shape, so one thread owns the words.
 
@@ -27,6 +27,7 @@ its last store, and at gpu scope stores are multi-copy atomic (PTX ISA, memory c
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -61,6 +62,7 @@ class _Use:
     foot: R.Footprint  # rows as declared
     flat: R.Footprint  # as compared with other stages: rows of vLLM's state cannot be told apart statically
     due: np.ndarray | int  # stage that must be done for this use to be over, per task
+    polls: bool  # as a reader of tagged words: every word is polled by some unit that exists
     heard_by_readers: list[R.Footprint] = field(default_factory=list)  # tagged reads of these words
 
 
@@ -99,6 +101,7 @@ class _Clocks:
         self.before = np.empty((0, n), np.int32)  # [task, SM] of the stage at hand: known before any of its stores
         self.before_store: dict[int, np.ndarray] = {}  # the same, kept while a later stage hears this one's tags
         self.at_end: dict[int, np.ndarray] = {}  # [task, SM]: known at the end of the task
+        self.together: dict[int, dict[int, np.ndarray]] = {}  # per stage: units of older stages heard in part
         self.last_hearer: dict[int, int] = {}
         for e in plan.edges:
             if e.mechanism in BY_VALUE:
@@ -117,10 +120,10 @@ class _Clocks:
         self.done[sm, sm] = i - 1
         before, end = self.done[sm], self.done[sm]
         for src, h in tagged.items():
-            lower = np.maximum(self._told(h.every, self.before_store[src], src, src - 1),
-                               self._told(h.every_whole, self.at_end[src], src, src))
+            lower = np.maximum(self._told(h.every, self.before_store[src], src, False),
+                               self._told(h.every_whole, self.at_end[src], src, True))
             before = np.maximum(before, lower)
-            end = np.maximum(end, np.maximum(lower, self._told(h.whole, self.at_end[src], src, src)))
+            end = np.maximum(end, np.maximum(lower, self._told(h.whole, self.at_end[src], src, True)))
         self.before = before
         if i in self.last_hearer:
             self.before_store[i], self.at_end[i] = before, end
@@ -128,16 +131,37 @@ class _Clocks:
             del self.before_store[src], self.at_end[src]
         self.done[sm] = end
         released = self.visible[sm].max(axis=0, initial=-1)
-        arrived = end.max(axis=0, initial=-1)
+        arrived = np.maximum(end.max(axis=0, initial=-1), self._hear_together(i, tagged))
         released[sm] = arrived[sm] = i
         self.released.append(released)
         self.arrived.append(arrived)
 
-    def _told(self, told: R.Bool, known: np.ndarray, src: int, own: int) -> np.ndarray:
-        """[reader tasks, SM]: maximum of `known` over the writer tasks that are heard, and `own` for their SMs."""
+    def _hear_together(self, i: int, tagged: dict[int, R.Heard]) -> np.ndarray:
+        """[SM]: what all tasks of stage i know together; keeps the units of incompletely heard stages for the next."""
+        known: dict[int, np.ndarray] = {src: h.units.copy() for src, h in tagged.items()}
+        out = np.full(self.plan.sms, -1, np.int32)
+        todo = sorted(known)
+        while todo:
+            src = todo.pop()
+            if known[src].all():
+                out = np.maximum(out, self.arrived[src])
+                for older, units in self.together.get(src, {}).items():
+                    if older in known:
+                        known[older] |= units
+                    else:
+                        known[older] = units.copy()
+                        insort(todo, older)
+        self.together[i] = {s: u for s, u in known.items() if not u.all() and (out[self.sms[s]] < s).any()}
+        for old in [x for x in self.together if self.last_hearer.get(x, -1) <= i and x != i]:
+            del self.together[old]
+        return out
+
+    def _told(self, told: R.Bool, known: np.ndarray, src: int, whole: bool) -> np.ndarray:
+        """[reader tasks, SM]: maximum of `known` over the writer tasks that are heard, and what their SMs finished."""
         out = np.full((len(told), self.plan.sms), -1, np.int32)
+        own = src if whole else src - 1
         if told.all():
-            out[:] = known.max(axis=0, initial=-1)
+            out[:] = self.arrived[src] if whole else known.max(axis=0, initial=-1)
             out[:, self.sms[src]] = np.maximum(out[:, self.sms[src]], own)
             return out
         patterns, which = np.unique(told, axis=0, return_inverse=True)
@@ -162,6 +186,7 @@ class _Walk:
         self.writers: dict[str, list[_Use]] = defaultdict(list)
         self.readers: dict[str, list[_Use]] = defaultdict(list)
         self.due = _index_reads_due(plan, self.clocks.sms)
+        self.partition = {x.value for x in plan.index_sets if "partition" in x.facts}
         self.out = OrderResult([], [], 0, [])
 
     def run(self) -> OrderResult:
@@ -197,16 +222,32 @@ class _Walk:
         stage = self.plan.stages[i]
         return _Use(i, R.footprint(stage, accesses, b.width),
                     R.footprint(stage, accesses, b.width, rows_matter=b.klass != "state"),
-                    self.due.get((i, buffer), i))
+                    self.due.get((i, buffer), i), self._all_polled(stage, accesses))
+
+    def _all_polled(self, stage: Stage, accesses: tuple[Access, ...]) -> bool:
+        """Units of a routed stage exist for every row if its index is a partition of the rows' choices."""
+        if any(a.by for a in accesses):
+            return False
+        if stage.assign != "cyclic":
+            return True
+        return {s.index for s in stage.streams} <= self.partition and all(a.step == 0 for a in accesses)
 
     def _tagged(self, waits: tuple[Edge, ...], uses: dict[str, _Use]) -> dict[int, R.Heard]:
-        pairs: dict[int, list[tuple[R.Footprint, R.Footprint]]] = defaultdict(list)
+        pairs: dict[int, dict[str, tuple[R.Footprint, R.Footprint]]] = defaultdict(dict)
         for e in waits:
             if e.mechanism in BY_VALUE and e.kind == "raw" and e.buffer in uses:
                 w = next((w for w in self.writers[e.buffer] if w.stage == e.src), None)
                 if w is not None:
-                    pairs[e.src].append((w.foot, uses[e.buffer].foot))
-        return {src: R.heard(tuple(p)) for src, p in pairs.items()}
+                    pairs[e.src][e.buffer] = (w.foot, uses[e.buffer].foot)
+        return {src: R.heard(tuple(p.values()), self._besides(src, frozenset(p))) for src, p in pairs.items()}
+
+    def _besides(self, src: int, heard: frozenset[str]) -> tuple[R.Footprint, ...]:
+        """What a stage writes beside the polled buffers; state that it updates in place follows the same reads."""
+        stage = self.plan.stages[src]
+        own_state = {a.buffer for a in stage.reads if a.buffer in self.plan.buffer
+                     and self.plan.buffer[a.buffer].klass == "state"}
+        return tuple(R.footprint(stage, acc, self.plan.buffer[b].width) for b, acc in _by_buffer(stage.writes).items()
+                     if b in self.plan.buffer and b not in heard and b not in own_state)
 
     def _read(self, name: str, use: _Use, waits: tuple[Edge, ...]) -> None:
         buffer = self.plan.buffer[name]
@@ -218,12 +259,17 @@ class _Walk:
             if gap:
                 self.out.unwritten.append(
                     f"{self.plan.stages[use.stage].name} reads {gap} columns of {name} that no earlier stage wrote")
-        for w in writers:
+        polled: tuple[R.Footprint, ...] = ()
+        for w in reversed(writers):
             self.out.pairs += 1
             mech = {e.mechanism for e in waits if e.src == w.stage and e.buffer == name and e.kind == "raw"}
             by_value = bool(mech & set(BY_VALUE))
             if by_value and buffer.klass != "state":
-                w.heard_by_readers.append(use.flat)
+                polled = (*polled, w.flat)
+                if use.polls:
+                    w.heard_by_readers.append(use.flat)
+                continue
+            if polled and not R.missing(polled, use.flat):
                 continue
             if "program" in mech and R.same_units(w.foot, use.foot) and self._same_place(w.stage, use.stage):
                 continue
@@ -267,8 +313,7 @@ class _Walk:
 
     def _overwritten_after_polls(self, w: _Use, then: _Use) -> bool:
         """Every word that `then` overwrites was polled after w stored it; the polls' own WAR is checked apart."""
-        polls = tuple(f for f in w.heard_by_readers if f.exact)
-        return bool(polls) and R.missing(polls, w.flat) == 0
+        return bool(w.heard_by_readers) and R.missing(tuple(w.heard_by_readers), w.flat) == 0
 
     def _replaced(self, old: _Use, new: _Use, name: str) -> bool:
         """Every word of `old` has been overwritten since: by `new`, or by writes already ordered after `old`."""

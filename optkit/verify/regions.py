@@ -165,49 +165,56 @@ def clash(a: Footprint, b: Footprint) -> tuple[int, int] | None:
 
 
 class Heard(NamedTuple):
-    """What tagged words tell their readers about the writer's tasks, [tasks reader, tasks writer] each.
+    """What tagged words tell their readers about the writer, [tasks reader, tasks writer] each, and [units writer].
 
-    `every`: each unit of the reader polls a word of the writer's task, so any store of the reader's task comes after
-    that word's store. `every_whole`: each unit polls all words of all units of the writer's task. `whole`: the units
-    of the reader's task together do.
+    A unit is heard in full when all words that it writes are polled: then its own polls are over, whichever of its
+    threads made them. `every`: each unit of the reader polls a word of the writer's task, so any store of the reader's
+    task comes after that word's store. `every_whole`: each unit hears all units of the writer's task in full. `whole`:
+    the units of the reader's task together do. `units`: heard in full by all units of the reader stage together.
     """
 
     every: Bool
     every_whole: Bool
     whole: Bool
+    units: Bool
 
 
 @lru_cache(maxsize=4096)
-def heard(pairs: tuple[tuple[Footprint, Footprint], ...]) -> Heard:
+def heard(pairs: tuple[tuple[Footprint, Footprint], ...], unheard: tuple[Footprint, ...] = ()) -> Heard:
     """Knowledge carried by the tagged buffers between two stages; `pairs` = (writer, reader) footprint per buffer.
 
-    Only units that certainly exist count: with fewer run-time rows than the class the units of the last rows are
-    empty, and a reader of row r knows that rows 0 .. r exist. Routed writers ("cyclic") may have no units at all.
+    `unheard`: what the writer stage writes besides; its units that do so are not heard in full. Only units that
+    certainly exist count: with fewer run-time rows than the class the units of the last rows are empty, and a reader of
+    row r knows that rows 0 .. r exist. Routed writers ("cyclic") may have no units at all.
     """
     ws, rs = pairs[0][0].shape, pairs[0][1].shape
     if not all(w.exact for w, _ in pairs):
         none = np.zeros((rs.tasks, ws.tasks), bool)
-        return Heard(none, none, none)
+        return Heard(none, none, none, np.zeros(ws.units, bool))
     exists = np.maximum(row_of_unit(ws), 0)[None, :] <= np.maximum(row_of_unit(rs), 0)[:, None]
     polled = np.zeros((rs.units, ws.units), bool)  # reader unit polls a word of the writer unit
-    all_of = np.zeros((rs.units, ws.units), bool)  # reader unit polls all words of the writer unit in one buffer
-    task_all_of = np.zeros((rs.tasks, ws.units), bool)
+    lost = np.zeros(ws.units, bool)  # the writer unit writes something that is not polled here
+    for f in unheard:
+        reg = regions(f)
+        lost |= (reg[..., 2] > reg[..., 1]).any(axis=1)
+    by_unit, by_task = np.tile(~lost, (rs.units, 1)), np.tile(~lost, (rs.tasks, 1))
+    by_stage = ~lost
     for w, r in pairs:
         edges, rows = _grid(w, r)
         (cw, iw), (cr, ir) = _bitmap(w, edges, rows), _bitmap(r, edges, rows)
-        stored = (cw.max(axis=1) > 0)[None, :]
         polled |= (cr @ cw.T > 0)[ir][:, iw]
-        all_of |= (((1 - cr) @ cw.T == 0) & stored)[ir][:, iw]
-        task_all_of |= (((1 - _per_task(r, cr, ir)) @ cw.T == 0) & stored)[:, iw]
+        by_unit &= ((1 - cr) @ cw.T == 0)[ir][:, iw]
+        by_task &= ((1 - _per_task(r, cr, ir)) @ cw.T == 0)[:, iw]
+        by_stage &= ((1 - cr.max(axis=0)) @ cw.T == 0)[iw]
     tr = task_of_unit(rs)
     some_unit = _by_task(polled & exists, ws)
     every, some = np.ones((rs.tasks, ws.tasks), bool), np.zeros((rs.tasks, ws.tasks), bool)
     every_whole = every.copy()
     np.logical_and.at(every, tr, some_unit)
     np.logical_or.at(some, tr, some_unit)
-    np.logical_and.at(every_whole, tr, ~_by_task(~all_of, ws))
+    np.logical_and.at(every_whole, tr, ~_by_task(~by_unit, ws))
     every &= some  # a reader task without units hears nothing
-    return Heard(every, every_whole & every, ~_by_task(~task_all_of, ws) & some)
+    return Heard(every, every_whole & every, ~_by_task(~by_task, ws) & some, by_stage & polled.any(axis=0))
 
 
 def _by_task(of_units: Bool, shape: Shape) -> Bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from optkit.plan.types import CLASSES, MECHANISMS, Edge, Plan
+from optkit.plan.types import CLASSES, MECHANISMS, Edge, IndexSet, Plan
 
 FIXED_SMEM = 6 * 1024  # barriers, descriptors and reduction scratch of the kernel, beside ring and bodies
 MAX_REGISTERS = 255  # per thread, all GPUs since sm_35
@@ -203,33 +203,33 @@ def registers(plan: Plan) -> tuple[list[str], int, int | None]:
 def index_sets(plan: Plan) -> list[str]:
     """Every index a stage depends on has a producer that runs before, a bound that fits its units, and facts."""
     out: list[str] = []
-    known = {x.value: x for x in plan.index_sets}
+    known: dict[str, list[IndexSet]] = {}
     for x in plan.index_sets:
+        known.setdefault(x.value, []).append(x)
+        if x.bound < 1:
+            out.append(f"index set {x.value}: bound {x.bound}, expected at least 1")
+        if not x.facts:
+            out.append(f"index set {x.value}: no facts; disjoint work on its elements cannot be proven")
         if x.producer.startswith("contract:"):
             continue
         if x.producer not in plan.index:
             out.append(f"index set {x.value}: producer {x.producer!r} is no stage")
         elif x.value not in {a.buffer for a in plan.stages[plan.index[x.producer]].writes}:
             out.append(f"index set {x.value}: its producer {x.producer} does not write it")
-        if x.bound < 1:
-            out.append(f"index set {x.value}: bound {x.bound}, expected at least 1")
-        if not x.facts:
-            out.append(f"index set {x.value}: no facts; disjoint work on its elements cannot be proven")
     for i, s in enumerate(plan.stages):
         used = {t.index for t in s.streams if t.index} | {a.by for a in (*s.reads, *s.writes) if a.by}
         for name in sorted(used):
-            x = known.get(name)
-            if x is None:
-                out.append(f"{s.name} depends on the elements of {name}, which is no declared index set")
+            before = [x for x in known.get(name, []) if x.producer.startswith("contract:") or plan.index.get(x.producer, i) < i]
+            if not before:
+                made = ", ".join(x.producer for x in known.get(name, [])) or "no declared index set"
+                out.append(f"{s.name} depends on the elements of {name}, which no earlier stage makes ({made})")
                 continue
-            maker = plan.index.get(x.producer)
-            if maker is not None and maker >= i:
-                out.append(f"{s.name} depends on {name}, made later by {x.producer}")
-            if s.assign == "cyclic" and s.units % max(x.bound, 1):
-                out.append(f"{s.name}: {s.units} units are not a multiple of the {x.bound} slots of {name}")
+            bound = before[-1].bound
+            if s.assign == "cyclic" and s.units % max(bound, 1):
+                out.append(f"{s.name}: {s.units} units are not a multiple of the {bound} slots of {name}")
             for t in s.streams:
-                if t.index == name and t.repeat > 1 and t.repeat != x.bound:
-                    out.append(f"{s.name}: pulls {t.weight} for at most {t.repeat} elements of {name}, whose bound is {x.bound}")
+                if t.index == name and t.repeat > 1 and t.repeat != bound:
+                    out.append(f"{s.name}: pulls {t.weight} for at most {t.repeat} elements of {name}, whose bound is {bound}")
     return out
 
 
