@@ -44,17 +44,23 @@ def reuse(plan: Plan, events: list[MailboxEvent]) -> list[str]:
     """One line for every mailbox use that a faster peer may overwrite."""
     uses = exchanges(events)
     out: list[str] = []
+    first: dict[str, int] = {}
     for i, use in enumerate(uses):
-        later = next((u for u in uses[i + 1:] if u.mailbox == use.mailbox), None)
-        first = next(u for u in uses if u.mailbox == use.mailbox)
-        between = [u for u in uses if u is not use and u.mailbox != use.mailbox and u.reads]
-        end = later.writes[0].stage if later else len(plan.stages)
-        safe = any(all(set(use.reads) <= w.known for w in u.writes) and max(u.reads) < end for u in between)
-        if later is None:  # over the step boundary: an exchange completed before the first use of the next step counts
-            safe = safe or any(max(u.reads) < first.writes[0].stage for u in between)
+        first.setdefault(use.mailbox, i)
+    following: dict[str, int] = {}
+    for i in range(len(uses) - 1, -1, -1):
+        use = uses[i]
+        later = following.get(use.mailbox)
+        following[use.mailbox] = i
+        end = uses[later].writes[0].stage if later is not None else len(plan.stages)
+        safe = any(u.reads and max(u.reads) < end and all(set(use.reads) <= w.known for w in u.writes)
+                   for u in uses[i + 1:later])
+        if later is None:  # over the step boundary: an exchange finished before the first use of the next step counts
+            start = uses[first[use.mailbox]].writes[0].stage
+            safe = safe or any(u.reads and max(u.reads) < start for u in uses[:first[use.mailbox]])
         if not safe:
-            then = f"by {plan.stages[later.writes[0].stage].name}" if later else "in the next step"
+            then = f"by {plan.stages[end].name}" if later is not None else "in the next step"
             who = ", ".join(plan.stages[r].name for r in use.reads[:1]) or "nobody"
             out.append(f"mailbox {use.mailbox}: words read by {who} may be overwritten {then} by a faster peer; no other "
                        "exchange lies between (alternate two mailboxes)")
-    return out
+    return out[::-1]

@@ -14,7 +14,8 @@ task on SM m knows of the tasks on every SM.
 
 Rules. RAW on a plain buffer: `visible`. RAW through a tagged edge: by value, for exactly the words that the edge's
 source stage writes; never for state; a tag of another stage is no match, so older writers need only their WAW. WAR: `done`, since a read that has returned cannot see a later store. WAW:
-`visible`, or every overwritten word was polled by a reader whose read is ordered before the overwriting store.
+`visible`, or every overwritten word was read by a reader that must see it, so the store had reached the point of
+coherence, and whose read is ordered before the overwriting store.
 `program`: reader and writer unit are the same unit of the same task shape, so one thread owns the words.
 
 The producer warp runs apart from its consumers: it reads the index of routed tiles, and if none of its SM's units exist
@@ -22,7 +23,7 @@ no consumer waits for it. Such an index read counts as done only when the SM has
 through the same FIFO ring (`_Use.due`).
 
 Assumed of the kernel: the consumer warps of a CTA meet between two tasks, every value that a task loads is used before
-its last store, and at gpu scope stores are multi-copy atomic (PTX ISA, memory consistency model).
+its last store, and loads of activations are strong at gpu scope, so that they return what has reached L2 (the audit checks the loads).
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class _Use:
     foot: R.Footprint  # rows as declared
     flat: R.Footprint  # as compared with other stages: rows of vLLM's state cannot be told apart statically
     due: np.ndarray | int  # stage that must be done for this use to be over, per task
-    polls: bool  # as a reader of tagged words: every word is polled by some unit that exists
-    heard_by_readers: list[R.Footprint] = field(default_factory=list)  # tagged reads of these words
+    polls: bool  # as a reader: every word is read by some unit that exists
+    observed: list[R.Footprint] = field(default_factory=list)  # ordered reads of these words
 
 
 @dataclass(frozen=True)
@@ -156,22 +157,19 @@ class _Clocks:
             del self.together[old]
         return out
 
-    def _told(self, told: R.Bool, known: np.ndarray, src: int, whole: bool) -> np.ndarray:
+    def _told(self, told: R.Told, known: np.ndarray, src: int, whole: bool) -> np.ndarray:
         """[reader tasks, SM]: maximum of `known` over the writer tasks that are heard, and what their SMs finished."""
-        out = np.full((len(told), self.plan.sms), -1, np.int32)
-        own = src if whole else src - 1
-        if told.all():
-            out[:] = self.arrived[src] if whole else known.max(axis=0, initial=-1)
-            out[:, self.sms[src]] = np.maximum(out[:, self.sms[src]], own)
-            return out
-        patterns, which = np.unique(told, axis=0, return_inverse=True)
-        for k, pattern in enumerate(patterns):
-            if pattern.any():
-                row = known[pattern].max(axis=0)
-                heard_sms = self.sms[src][pattern]
-                row[heard_sms] = np.maximum(row[heard_sms], own)
-                out[which.ravel() == k] = row
-        return out
+        own, sm = src if whole else src - 1, self.sms[src]
+        rows = np.full((len(told.patterns), self.plan.sms), -1, np.int32)
+        if told.all:
+            rows[:] = self.arrived[src] if whole else known.max(axis=0, initial=-1)
+            rows[:, sm] = np.maximum(rows[:, sm], own)
+        else:
+            for k, pattern in enumerate(told.patterns):
+                if pattern.any():
+                    rows[k] = known[pattern].max(axis=0)
+                    rows[k, sm[pattern]] = np.maximum(rows[k, sm[pattern]], own)
+        return rows[told.which]
 
 
 def check_order(plan: Plan) -> OrderResult:
@@ -187,6 +185,7 @@ class _Walk:
         self.readers: dict[str, list[_Use]] = defaultdict(list)
         self.due = _index_reads_due(plan, self.clocks.sms)
         self.partition = {x.value for x in plan.index_sets if "partition" in x.facts}
+        self.open_reads: dict[str, list[int]] = {}
         self.out = OrderResult([], [], 0, [])
 
     def run(self) -> OrderResult:
@@ -207,15 +206,18 @@ class _Walk:
         return self.out
 
     def _exchanges(self, i: int, uses: dict[str, _Use], made: dict[str, _Use]) -> None:
+        """Note the mailboxes that stage i touches; only reads since a mailbox's last write are still of interest."""
         boxes = self.plan.buffer
-        for b in uses:
-            if boxes[b].klass == "mailbox":
-                self.out.exchanges.append(MailboxEvent(i, "r", b, frozenset()))
-        for b in made:
-            if boxes[b].klass == "mailbox":
-                known = frozenset(e.stage for e in self.out.exchanges if e.kind == "r" and e.stage < i and bool(
-                    (self.clocks.before[:, self.clocks.sms[e.stage]] >= e.stage).all()))
+        for b in (b for b in uses if boxes[b].klass == "mailbox"):
+            self.out.exchanges.append(MailboxEvent(i, "r", b, frozenset()))
+            self.open_reads.setdefault(b, []).append(i)
+        sent = [b for b in made if boxes[b].klass == "mailbox"]
+        if sent:
+            over = (r for b, reads in self.open_reads.items() for r in reads if r < i)
+            known = frozenset(r for r in over if bool((self.clocks.before[:, self.clocks.sms[r]] >= r).all()))
+            for b in sent:
                 self.out.exchanges.append(MailboxEvent(i, "w", b, known))
+                self.open_reads[b] = []
 
     def _use(self, i: int, buffer: str, accesses: tuple[Access, ...]) -> _Use:
         b = self.plan.buffer[buffer]
@@ -266,8 +268,7 @@ class _Walk:
             by_value = bool(mech & set(BY_VALUE))
             if by_value and buffer.klass != "state":
                 polled = (*polled, w.flat)
-                if use.polls:
-                    w.heard_by_readers.append(use.flat)
+                w.observed += [use.flat] * use.polls
                 continue
             if polled and not R.missing(polled, use.flat):
                 continue
@@ -278,6 +279,8 @@ class _Walk:
                 why = ("a tagged edge carries no release: state needs counter or grid_barrier" if by_value else
                        f"no edge makes it visible{self._hint(mech)}")
                 self._report("raw", name, w.stage, use.stage, bad, why)
+            else:
+                w.observed += [use.flat] * use.polls
 
     def _write(self, name: str, use: _Use) -> None:
         i, buffer = use.stage, self.plan.buffer[name]
@@ -295,10 +298,10 @@ class _Walk:
                 kept_r.append(r)
         for w in self.writers[name]:
             self.out.pairs += 1
-            if not self._overwritten_after_polls(w, use):
+            if not self._overwritten_after_reads(w, use):
                 bad = self._unordered(w, use, self.clocks.visible[self.clocks.sms[i]])
                 if bad:
-                    self._report("waw", name, w.stage, i, bad, "neither release/acquire nor polls of every word")
+                    self._report("waw", name, w.stage, i, bad, "neither release/acquire nor reads of every word lie between")
             if not (full and self._replaced(w, use, name)):
                 kept_w.append(w)
         self.readers[name], self.writers[name] = kept_r, [*kept_w, use]
@@ -311,9 +314,9 @@ class _Walk:
         hits = np.argwhere(late.T & R.overlap(first.flat, then.flat))
         return (int(hits[0][0]), int(hits[0][1])) if len(hits) else None
 
-    def _overwritten_after_polls(self, w: _Use, then: _Use) -> bool:
-        """Every word that `then` overwrites was polled after w stored it; the polls' own WAR is checked apart."""
-        return bool(w.heard_by_readers) and R.missing(tuple(w.heard_by_readers), w.flat) == 0
+    def _overwritten_after_reads(self, w: _Use, then: _Use) -> bool:
+        """Every word of w was read back by loads that must see it; that they precede `then` is their own WAR."""
+        return bool(w.observed) and R.missing(tuple(w.observed), w.flat) == 0
 
     def _replaced(self, old: _Use, new: _Use, name: str) -> bool:
         """Every word of `old` has been overwritten since: by `new`, or by writes already ordered after `old`."""

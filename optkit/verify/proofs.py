@@ -50,7 +50,7 @@ def _ordering(plan: Plan, again: str) -> list[Check]:
         _check("proof.raw", by_kind["raw"], f"{result.pairs} pairs of accesses compared on {plan.sms} vector clocks", again),
         _check("proof.war", by_kind["war"], "assumes that consumer warps meet between two tasks of a CTA; steps are "
                "separated by the launch boundary (stream order)", again),
-        _check("proof.waw", by_kind["waw"], "release/acquire, or every overwritten word was polled before", again),
+        _check("proof.waw", by_kind["waw"], "release/acquire, or every overwritten word was read before", again),
         _check("proof.within_stage", order.check_within(plan), "tasks of one stage touch disjoint words, or a declared fact "
                "(injective, partition) says so", again),
         _check("proof.never_written", result.unwritten, "every word read was written by this step, by vLLM or at load", again),

@@ -164,8 +164,24 @@ def clash(a: Footprint, b: Footprint) -> tuple[int, int] | None:
     return (int(hits[0][0]), int(hits[0][1])) if len(hits) else None
 
 
+class Told(NamedTuple):
+    """A [tasks reader, tasks writer] relation by its distinct rows (comparing 148 columns a row is the costly part)."""
+
+    patterns: Bool  # [distinct, tasks writer]
+    which: Ints  # [tasks reader]
+
+    @classmethod
+    def of(cls, relation: Bool) -> Told:
+        patterns, which = np.unique(relation, axis=0, return_inverse=True)
+        return cls(patterns, which.ravel())
+
+    @property
+    def all(self) -> bool:
+        return bool(self.patterns.all())
+
+
 class Heard(NamedTuple):
-    """What tagged words tell their readers about the writer, [tasks reader, tasks writer] each, and [units writer].
+    """What tagged words tell the tasks of a reader about the tasks of their writer.
 
     A unit is heard in full when all words that it writes are polled: then its own polls are over, whichever of its
     threads made them. `every`: each unit of the reader polls a word of the writer's task, so any store of the reader's
@@ -173,10 +189,10 @@ class Heard(NamedTuple):
     the units of the reader's task together do. `units`: heard in full by all units of the reader stage together.
     """
 
-    every: Bool
-    every_whole: Bool
-    whole: Bool
-    units: Bool
+    every: Told
+    every_whole: Told
+    whole: Told
+    units: Bool  # [units writer]
 
 
 @lru_cache(maxsize=4096)
@@ -189,7 +205,7 @@ def heard(pairs: tuple[tuple[Footprint, Footprint], ...], unheard: tuple[Footpri
     """
     ws, rs = pairs[0][0].shape, pairs[0][1].shape
     if not all(w.exact for w, _ in pairs):
-        none = np.zeros((rs.tasks, ws.tasks), bool)
+        none = Told.of(np.zeros((rs.tasks, ws.tasks), bool))
         return Heard(none, none, none, np.zeros(ws.units, bool))
     exists = np.maximum(row_of_unit(ws), 0)[None, :] <= np.maximum(row_of_unit(rs), 0)[:, None]
     polled = np.zeros((rs.units, ws.units), bool)  # reader unit polls a word of the writer unit
@@ -214,7 +230,8 @@ def heard(pairs: tuple[tuple[Footprint, Footprint], ...], unheard: tuple[Footpri
     np.logical_or.at(some, tr, some_unit)
     np.logical_and.at(every_whole, tr, ~_by_task(~by_unit, ws))
     every &= some  # a reader task without units hears nothing
-    return Heard(every, every_whole & every, ~_by_task(~by_task, ws) & some, by_stage & polled.any(axis=0))
+    return Heard(Told.of(every), Told.of(every_whole & every), Told.of(~_by_task(~by_task, ws) & some),
+                 by_stage & polled.any(axis=0))
 
 
 def _by_task(of_units: Bool, shape: Shape) -> Bool:

@@ -47,8 +47,9 @@ def edges(plan: Plan) -> list[str]:
             out.append(f"{where}: a tag orders a word's own write before its read and nothing else, so no {e.kind}")
         if e.mechanism == "peer_mailbox" and b.klass != "mailbox":
             out.append(f"{where}: peer_mailbox on a buffer of class {b.klass}")
-        if e.kind == "raw" and b.layout == "tagged" and e.mechanism not in ("tagged", "peer_mailbox"):
-            out.append(f"{where}: the buffer is tagged, so its readers poll tags; mechanism {e.mechanism} is never waited on")
+        if (e.kind == "raw" and b.klass == "mailbox" and e.mechanism != "peer_mailbox"
+                and dict(plan.parallel).get("peers") == "real"):
+            out.append(f"{where}: real peers write this mailbox, and no {e.mechanism} of this GPU waits for them")
     return out
 
 
