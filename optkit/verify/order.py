@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -257,10 +258,13 @@ class _Walk:
             return
         writers = self.writers[name]
         if buffer.klass != "state":
-            gap = R.missing(tuple(w.flat for w in writers), use.flat)
+            gap = R.missing(_distinct(w.flat for w in writers), use.flat)
             if gap:
                 self.out.unwritten.append(
                     f"{self.plan.stages[use.stage].name} reads {gap} columns of {name} that no earlier stage wrote")
+        for e in waits:
+            if e.buffer == name and e.kind == "raw" and e.src not in {w.stage for w in writers}:
+                self._stale(e)
         polled: tuple[R.Footprint, ...] = ()
         for w in reversed(writers):
             self.out.pairs += 1
@@ -270,7 +274,7 @@ class _Walk:
                 polled = (*polled, w.flat)
                 w.observed += [use.flat] * use.polls
                 continue
-            if polled and not R.missing(polled, use.flat):
+            if polled and not R.missing(_distinct(polled), use.flat):
                 continue
             if "program" in mech and R.same_units(w.foot, use.foot) and self._same_place(w.stage, use.stage):
                 continue
@@ -316,15 +320,22 @@ class _Walk:
 
     def _overwritten_after_reads(self, w: _Use, then: _Use) -> bool:
         """Every word of w was read back by loads that must see it; that they precede `then` is their own WAR."""
-        return bool(w.observed) and R.missing(tuple(w.observed), w.flat) == 0
+        return bool(w.observed) and R.missing(_distinct(w.observed), w.flat) == 0
 
     def _replaced(self, old: _Use, new: _Use, name: str) -> bool:
         """Every word of `old` has been overwritten since: by `new`, or by writes already ordered after `old`."""
-        later = tuple(w.flat for w in self.writers[name] if w.stage > old.stage and w.flat.exact)
-        return R.missing((*later, new.flat), old.flat) == 0
+        later = (w.flat for w in self.writers[name] if w.stage > old.stage and w.flat.exact)
+        return R.missing(_distinct((*later, new.flat)), old.flat) == 0
 
     def _same_place(self, a: int, b: int) -> bool:
         return np.array_equal(self.clocks.sms[a], self.clocks.sms[b])
+
+    def _stale(self, e: Edge) -> None:
+        """The words an edge hands over are no longer there: two values share the buffer, or the source never wrote it."""
+        src, dst = self.plan.stages[e.src], self.plan.stages[e.dst]
+        now = ", ".join(self.plan.stages[w.stage].name for w in self.writers[e.buffer]) or "nobody"
+        self.out.violations.append(Violation("raw", e.buffer, e.src, 0, e.dst, 0, f"{e.buffer}: {dst.name} waits for the "
+                                   f"words of {src.name}, but when it reads, the buffer holds those of {now}"))
 
     def _hint(self, mech: set[str]) -> str:
         return f" ({', '.join(sorted(mech))} does not reach this pair)" if mech else ""
@@ -357,6 +368,11 @@ def _index_reads_due(plan: Plan, sms: list[np.ndarray]) -> dict[tuple[int, str],
             pulls = np.unique(R.task_of_unit(R.shape_of(stage))[units])
             following[sms[i][pulls]] = i
     return out
+
+
+def _distinct(feet: Iterable[R.Footprint]) -> tuple[R.Footprint, ...]:
+    """Equal layers have equal footprints: asked once."""
+    return tuple(dict.fromkeys(feet))
 
 
 def _by_buffer(accesses: tuple[Access, ...]) -> dict[str, tuple[Access, ...]]:

@@ -102,17 +102,27 @@ def _grid(a: Footprint, b: Footprint) -> tuple[Ints, int]:
     return edges, max(rows, 1)
 
 
+@lru_cache(maxsize=4096)
+def _distinct(fp: Footprint) -> tuple[Ints, Ints]:
+    """Distinct regions of the units, [distinct, accesses, 3], and which one each unit has, [units]."""
+    reg = regions(fp).reshape(fp.shape.units, -1)
+    weights = np.random.default_rng(0).integers(1, 1 << 62, reg.shape[1])  # one 64-bit key a unit: sorting keys is cheap
+    _, first, which = np.unique(reg @ weights, return_index=True, return_inverse=True)
+    if not (reg[first][which.ravel()] == reg).all():  # two regions met in one key
+        _, first, which = np.unique(reg, axis=0, return_index=True, return_inverse=True)
+    return reg[first].reshape(len(first), -1, 3), which.ravel()
+
+
 def _bitmap(fp: Footprint, edges: Ints, rows: int) -> tuple[NDArray[np.float32], Ints]:
     """Distinct unit regions as 0/1 rows over (row, segment) cells, and the distinct region of each unit."""
-    reg = regions(fp)
-    distinct, which = np.unique(reg.reshape(len(reg), -1), axis=0, return_inverse=True)
+    distinct, which = _distinct(fp)
     cells = np.zeros((len(distinct), rows, max(len(edges) - 1, 1)), np.float32)
-    for k, region in enumerate(distinct.reshape(len(distinct), -1, 3)):
-        for row, lo, hi in region:
+    bounds = np.searchsorted(edges, distinct[..., 1:])
+    for k, (region, at) in enumerate(zip(distinct.tolist(), bounds.tolist(), strict=True)):
+        for (row, lo, hi), (first, last) in zip(region, at, strict=True):
             if lo < hi:
-                s = slice(int(np.searchsorted(edges, lo)), int(np.searchsorted(edges, hi)))
-                cells[k, slice(None) if row < 0 else row, s] = 1
-    return cells.reshape(len(distinct), -1), which.ravel()
+                cells[k, slice(None) if row < 0 else row, first:last] = 1
+    return cells.reshape(len(distinct), -1), which
 
 
 def _per_task(fp: Footprint, cells: NDArray[np.float32], which: Ints) -> NDArray[np.float32]:
