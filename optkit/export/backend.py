@@ -1,8 +1,9 @@
 """The seam between vLLM's model and whatever computes a decode step.
 
-`DecodeBackend` is all that the vLLM model knows of a kernel: bind the caches vLLM allocated, run one step. `CpuBackend`
-runs the artifact's plan through the CPU executor. `StepCounter` says which path computed what, so that a test, or an
-operator, can tell a step that went through the artifact from one that fell back.
+`DecodeBackend` is all that the vLLM model knows of a kernel: bind the caches, run one step. `CpuBackend` runs the
+artifact's plan through the CPU executor, `TorchBackend` interprets the graph (prefill and fallback). `StepCounter`
+says which of them computed what, so that a test, or an operator, can tell a step that went through the artifact from
+one that fell back.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -26,11 +27,11 @@ STATS_ENV = "OPTKIT_STATS"
 
 
 class DecodeBackend(Protocol):
-    """Computes pure decode steps: one new token for each of `rows` requests."""
+    """Computes one new token for each of `rows` requests."""
 
     name: str
 
-    def bind(self, caches: Mapping[str, torch.Tensor]) -> None:
+    def bind(self, caches: Mapping[str, Any]) -> None:
         """Take the caches by state name (`Graph.states`). vLLM binds twice: for profiling and for real."""
 
     def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -43,21 +44,38 @@ class CpuBackend:
 
     name = "cpu executor"
 
-    def __init__(self, artifact: Artifact, graph: Graph, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, artifact: Artifact, weights: Mapping[str, Any]) -> None:
         from optkit.plan.compress import expand
 
         self.plan = expand(json.loads(artifact.plan_json))
         if self.plan.digest != artifact.manifest.plan_digest:
             raise ValueError(f"artifact {artifact.path}: plan.json does not expand to the plan it was made from")
-        self.graph, self.weights = graph, weights
+        self.weights = weights
 
-    def bind(self, caches: Mapping[str, torch.Tensor]) -> None:
+    def bind(self, caches: Mapping[str, Any]) -> None:
         from optkit.execute import Executor
 
         self.executor = Executor(self.plan, self.weights, caches)
 
     def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.executor.step(inputs)
+        return self.executor.step(inputs)["logits"]
+
+
+class TorchBackend:
+    """The graph, op by op, with bf16 rounding points: simple, exact, slow. Takes any number of rows."""
+
+    name = "torch"
+
+    def __init__(self, graph: Graph, weights: Mapping[str, Any]) -> None:
+        self.graph, self.weights = graph, weights
+
+    def bind(self, caches: Mapping[str, Any]) -> None:
+        self.caches = caches
+
+    def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        from optkit.models.interpret import run
+
+        return run(self.graph, self.weights, self.caches, inputs, "bf16")["logits"]
 
 
 @dataclass

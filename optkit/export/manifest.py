@@ -136,7 +136,7 @@ class File(_Model):
 class Manifest(_Model):
     """manifest.json. `digest` is the sha256 of the canonical bytes of all other fields."""
 
-    schema_: Literal["optkit-artifact/1"] = Field(SCHEMA, alias="schema")
+    schema_: str = Field(SCHEMA, alias="schema", pattern=f"^{SCHEMA}$")
     scope: Scope
     verdict: Verdict
     versions: Versions
@@ -212,7 +212,7 @@ def write_artifact(
     files = {PLAN: plan_json.encode(), RECIPE: recipe.encode()}
     if cubin is not None:
         files[CUBIN] = cubin
-    manifest = Manifest(
+    manifest = Manifest(  # type: ignore[call-arg]  # the alias "schema" has a default
         scope=scope, verdict=verdict, versions=versions, recipe_digest=recipe_digest,
         plan_digest=_sha256(files[PLAN]), kernel=kernel,
         files={name: File(sha256=_sha256(data), size=len(data)) for name, data in sorted(files.items())},
