@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DTYPE_BYTES = {"bf16": 2, "f32": 4, "i32": 4, "i64": 8}
+MX_GROUP = 32
+"""Columns that share one ue8m0 scale in an "mxfp4" weight."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Weight:
     ``model.layers.3.self_attn.q_proj.weight``); `pack` names the reversible packing that makes the resident
     tensor from them (see models/packing.py). `shape` is the resident shape on this rank, [out, in] for matrices,
     [E, out, in] for stacked experts. dtype "mxfp4": two resident tensors, packed uint8 [..., in/2] and ue8m0
-    scales uint8 [..., in/32].
+    scales uint8 [..., in/32]. `shard` is the axis of the resident tensor that is cut into equal parts across the
+    tensor-parallel ranks (-1: every rank holds all of it); `pack_args` are the constants of the packing.
     """
 
     name: str
@@ -42,6 +45,8 @@ class Weight:
     dtype: str
     source: tuple[str, ...]
     pack: str = "plain"
+    shard: int = -1
+    pack_args: tuple[tuple[str, int], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -143,8 +148,8 @@ class Builder:
         self.ops: list[Op] = []
 
     def weight(self, name: str, shape: tuple[int, ...], dtype: str = "bf16", source: tuple[str, ...] | None = None,
-               pack: str = "plain") -> str:
-        self.weights[name] = Weight(name, shape, dtype, source or (name,), pack)
+               pack: str = "plain", shard: int = -1, **pack_args: int) -> str:
+        self.weights[name] = Weight(name, shape, dtype, source or (name,), pack, shard, tuple(sorted(pack_args.items())))
         return name
 
     def state(self, name: str, kind: str, shape: tuple[int, ...], dtype: str, layer: int) -> str:
