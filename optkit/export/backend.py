@@ -44,21 +44,21 @@ class CpuBackend:
 
     name = "cpu executor"
 
-    def __init__(self, artifact: Artifact, weights: Mapping[str, Any]) -> None:
+    def __init__(self, artifact: Artifact, graph: Graph, weights: Mapping[str, Any]) -> None:
         from optkit.plan.compress import expand
 
         self.plan = expand(json.loads(artifact.plan_json))
         if self.plan.digest != artifact.manifest.plan_digest:
             raise ValueError(f"artifact {artifact.path}: plan.json does not expand to the plan it was made from")
-        self.weights = weights
+        self.graph, self.weights = graph, weights
 
     def bind(self, caches: Mapping[str, Any]) -> None:
         from optkit.execute import Executor
 
-        self.executor = Executor(self.plan, self.weights, caches)
+        self.executor = Executor(self.plan, self.graph, self.weights, dict(caches))
 
     def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.executor.step(inputs)["logits"]
+        return self.executor.step(inputs)
 
 
 class TorchBackend:
@@ -67,7 +67,9 @@ class TorchBackend:
     name = "torch"
 
     def __init__(self, graph: Graph, weights: Mapping[str, Any]) -> None:
-        self.graph, self.weights = graph, weights
+        from optkit.models.interpret import cast_weights
+
+        self.graph, self.weights = graph, cast_weights(graph, weights, "bf16")
 
     def bind(self, caches: Mapping[str, Any]) -> None:
         self.caches = caches
@@ -75,7 +77,7 @@ class TorchBackend:
     def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         from optkit.models.interpret import run
 
-        return run(self.graph, self.weights, self.caches, inputs, "bf16")["logits"]
+        return run(self.graph, self.weights, inputs, self.caches, "bf16")[self.graph.outputs[0]]
 
 
 @dataclass

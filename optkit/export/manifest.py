@@ -29,7 +29,8 @@ VLLM_RANGE = ("0.32", "0.34")
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SHA256 = r"^[0-9a-f]{64}$"
-Constant = bool | int | float | str | None
+Scalar = bool | int | float | str | None
+Constant = Scalar | tuple[Scalar, ...]
 
 
 class ArtifactError(ValueError):

@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 
 from optkit.export.manifest import Artifact, ArtifactError, config_digest, load_artifact
 from optkit.export.support import Facts
+from optkit.models.families import family_of
 from optkit.models.graph import Graph
 
 _SHORT = {torch.bfloat16: "bf16", torch.float32: "f32", torch.float16: "f16"}
@@ -81,6 +82,14 @@ def raw_config(config: VllmConfig) -> dict[str, Any]:
     if found is None:
         raise ValueError(f"model {config.model_config.model}: config.json not found")
     return found
+
+
+def graph_of(config: VllmConfig, raw: Mapping[str, Any]) -> Graph:
+    """The decode step of this engine's checkpoint, on this rank. Raises ConfigError naming every key it cannot take."""
+    p = config.parallel_config
+    family = family_of(raw)
+    return family.build(family.Config.from_hf(raw), rows=config.scheduler_config.max_num_seqs,
+                        tp=p.tensor_parallel_size, rank=p.rank % p.tensor_parallel_size, peers="real")
 
 
 def shape_constants(graph: Graph) -> dict[str, Any]:

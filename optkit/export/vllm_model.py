@@ -86,7 +86,7 @@ class OptkitForCausalLM(nn.Module):
         self.weights = checkpoint.resident(self.graph, tensors)
         self.torch_backend = TorchBackend(self.graph, self.weights)
         if self.session.artifact is not None:
-            self.artifact_backend = CpuBackend(self.session.artifact, self.weights)
+            self.artifact_backend = CpuBackend(self.session.artifact, self.graph, self.weights)
         return set(tensors)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
