@@ -100,7 +100,10 @@ def divides(family: str, ranks: int, **sizes: int) -> None:
     """Raises ValueError unless `ranks` divides every named size; one line per offender."""
     if ranks < 1:
         raise ValueError(f"tp: {ranks}: expected >= 1")
-    bad = [f"tp: {ranks}: does not divide {name.replace('_', ' ')} {n} of {family}; expected a divisor of {n}"
-           for name, n in sizes.items() if n % ranks]
+    bad = [
+        f"tp: {ranks}: does not divide {name.replace('_', ' ')} {n} of {family}; expected a divisor of {n}"
+        for name, n in sizes.items()
+        if n % ranks
+    ]
     if bad:
         raise ValueError("\n".join(bad))

@@ -12,7 +12,9 @@ from typing import Any
 from optkit.models import kimi_k3, llama
 from optkit.models.config import ConfigError
 
-FAMILIES: dict[str, ModuleType] = {model_type: module for module in (kimi_k3, llama) for model_type in module.MODEL_TYPES}
+FAMILIES: dict[str, ModuleType] = {
+    model_type: module for module in (kimi_k3, llama) for model_type in module.MODEL_TYPES
+}
 """model_type -> module with FAMILY, Config (from_hf) and build."""
 
 
@@ -24,6 +26,11 @@ def family_of(config_json: Mapping[str, Any]) -> ModuleType:
     near = difflib.get_close_matches(str(model_type), FAMILIES, 1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(f"config.json: model_type: {model_type!r}: expected one of {', '.join(FAMILIES)}{hint}")
+
+
+def module_of(config: Any) -> ModuleType:
+    """The module whose Config `config` is."""
+    return next(module for module in FAMILIES.values() if isinstance(config, module.Config))
 
 
 def config_names() -> tuple[str, ...]:

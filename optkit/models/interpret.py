@@ -27,15 +27,18 @@ def _math(precision: str) -> torch.dtype:
     return MATH[precision]
 
 
-def allocate_caches(graph: Graph, slots: int, blocks: int, block_size: int, precision: str = "f64",
-                    device: str | torch.device = "cpu") -> dict[str, StateTensor]:
+def allocate_caches(
+    graph: Graph, slots: int, blocks: int, block_size: int, precision: str = "f64", device: str | torch.device = "cpu"
+) -> dict[str, StateTensor]:
     """Zeroed states by name: conv and recurrent [slots, ...] (slot 0 is padding), kv [blocks, block_size, width],
     kv_heads a pair of [blocks, block_size, kv_heads, dim]. float64 for "f64", the state's own dtype for "bf16"."""
     out: dict[str, StateTensor] = {}
     for s in graph.states:
         dtype = torch.float64 if _math(precision) == torch.float64 else TORCH_DTYPE[s.dtype]
         lead = (blocks, block_size) if s.kind.startswith("kv") else (slots,)
-        fresh = [torch.zeros(*lead, *s.shape, dtype=dtype, device=device) for _ in range(2 if s.kind == "kv_heads" else 1)]
+        fresh = [
+            torch.zeros(*lead, *s.shape, dtype=dtype, device=device) for _ in range(2 if s.kind == "kv_heads" else 1)
+        ]
         out[s.name] = (fresh[0], fresh[1]) if s.kind == "kv_heads" else fresh[0]
     return out
 
@@ -46,8 +49,12 @@ def cast_weights(graph: Graph, weights: Weights, precision: str) -> dict[str, We
     return {w.name: t.to(dtype) if isinstance(t := weights[w.name], Tensor) else t for w in graph.weights}
 
 
-def _context(graph: Graph, inputs: Mapping[str, Tensor], caches: Caches, precision: str, adopt: Choices | None) -> StepContext:
-    missing = [name for name in graph.inputs if name not in inputs] + [s.name for s in graph.states if s.name not in caches]
+def _context(
+    graph: Graph, inputs: Mapping[str, Tensor], caches: Caches, precision: str, adopt: Choices | None
+) -> StepContext:
+    missing = [name for name in graph.inputs if name not in inputs] + [
+        s.name for s in graph.states if s.name not in caches
+    ]
     if missing:
         raise ValueError(f"{graph.name}: inputs and caches lack {', '.join(missing)}")
     block_size = next((_first(caches[s.name]).shape[1] for s in graph.states if s.kind.startswith("kv")), 1)
@@ -56,8 +63,17 @@ def _context(graph: Graph, inputs: Mapping[str, Tensor], caches: Caches, precisi
         active &= inputs["slot_mapping"] >= 0
     if any(s.kind in ("conv", "recurrent") for s in graph.states):
         active &= inputs["state_slot"] > 0
-    return StepContext(inputs["seq_len"], inputs["block_table"], inputs["slot_mapping"], inputs["state_slot"], block_size, caches,
-                       _math(precision), active, adopt)
+    return StepContext(
+        inputs["seq_len"],
+        inputs["block_table"],
+        inputs["slot_mapping"],
+        inputs["state_slot"],
+        block_size,
+        caches,
+        _math(precision),
+        active,
+        adopt,
+    )
 
 
 def _first(t: StateTensor) -> Tensor:
@@ -67,8 +83,15 @@ def _first(t: StateTensor) -> Tensor:
 class _Rank:
     """One rank's run: its values so far, and how an op's outputs are stored."""
 
-    def __init__(self, graph: Graph, weights: Weights, inputs: Mapping[str, Tensor], caches: Caches, precision: str,
-                 adopt: Choices | None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        weights: Weights,
+        inputs: Mapping[str, Tensor],
+        caches: Caches,
+        precision: str,
+        adopt: Choices | None,
+    ) -> None:
         self.graph, self.weights = graph, weights
         self.ctx = _context(graph, inputs, caches, precision, adopt)
         self.values = {k: inputs[k] for k in graph.inputs if k == "token" or k.startswith("in.")}
@@ -88,13 +111,19 @@ class _Rank:
         self.store(op.outputs, OPS[op.kind].ref(op, [self.read(v) for v in op.inputs], weights, self.ctx))
 
 
-def run(graph: Graph, weights: Weights, inputs: Mapping[str, Tensor], caches: Caches, precision: str = "f64",
-        adopt: Choices | None = None) -> dict[str, Tensor]:
+def run(
+    graph: Graph,
+    weights: Weights,
+    inputs: Mapping[str, Tensor],
+    caches: Caches,
+    precision: str = "f64",
+    adopt: Choices | None = None,
+) -> dict[str, Tensor]:
     """One decode step of one rank; caches are updated in place.
 
     `inputs` holds every name of graph.inputs: token i32 [R], seq_len i32 [R] (with the new token), block_table i32
     [R, max_blocks], slot_mapping i64 [R], state_slot i32 [R]; for a later pipeline stage also "in.p" and "in.block{j}"
-    [R, H]. R is the number of rows given, at most graph.rows. Returns every value by name, [R, width], in float64 ("f64") or the value's
+    [R, H]. R is the number of rows given. Returns every value by name, [R, width], in float64 ("f64") or the value's
     dtype ("bf16"). `adopt` takes over another implementation's top-k choices within their score error (ChoiceError
     otherwise).
     """
@@ -104,8 +133,13 @@ def run(graph: Graph, weights: Weights, inputs: Mapping[str, Tensor], caches: Ca
     return rank.values
 
 
-def run_ranks(graphs: Sequence[Graph], weights: Sequence[Weights], inputs: Mapping[str, Tensor], caches: Sequence[Caches],
-              precision: str = "f64") -> list[dict[str, Tensor]]:
+def run_ranks(
+    graphs: Sequence[Graph],
+    weights: Sequence[Weights],
+    inputs: Mapping[str, Tensor],
+    caches: Sequence[Caches],
+    precision: str = "f64",
+) -> list[dict[str, Tensor]]:
     """One decode step of all ranks of a tensor-parallel group with real peers, in lockstep; values per rank."""
     ranks = [_Rank(g, w, inputs, c, precision, None) for g, w, c in zip(graphs, weights, caches, strict=True)]
     for i, op in enumerate(graphs[0].ops):

@@ -13,5 +13,20 @@ from optkit.models.ops.base import (
     rms_scale,
 )
 
-__all__ = ["OPS", "ChoiceError", "Choices", "OpDef", "StateTensor", "StepContext", "WeightTensor", "activation", "rms_scale",
-           "attention", "attnres", "comm", "dense", "kda", "moe"]
+__all__ = [
+    "OPS",
+    "ChoiceError",
+    "Choices",
+    "OpDef",
+    "StateTensor",
+    "StepContext",
+    "WeightTensor",
+    "activation",
+    "rms_scale",
+    "attention",
+    "attnres",
+    "comm",
+    "dense",
+    "kda",
+    "moe",
+]

@@ -47,9 +47,11 @@ def attention_combine(parts: list[Part]) -> Tensor:
 
 
 def split_ranges(tokens: int, splits: int, chunk: int = CHUNK_TOKENS) -> list[range]:
-    """Token range of every split: with n = ceil(tokens / chunk), split s takes chunks [s n // splits, (s+1) n // splits)."""
+    """Token range of every split: of n = ceil(tokens / chunk) chunks, s takes [s n // splits, (s+1) n // splits)."""
     n = -(-tokens // chunk)
-    return [range(min(s * n // splits * chunk, tokens), min((s + 1) * n // splits * chunk, tokens)) for s in range(splits)]
+    return [
+        range(min(s * n // splits * chunk, tokens), min((s + 1) * n // splits * chunk, tokens)) for s in range(splits)
+    ]
 
 
 def split_kv(q: Tensor, k: Tensor, v: Tensor, scale: float, splits: int) -> Tensor:

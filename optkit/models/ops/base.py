@@ -121,7 +121,7 @@ def rms_scale(x: Tensor, eps: float) -> Tensor:
 
 
 def activation(act: str, gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
-    """"silu": silu(g) * u. "situ": [beta tanh(g/beta) sigmoid(g)] * [linear_beta tanh(u/linear_beta)]."""
+    """ "silu": silu(g) * u. "situ": [beta tanh(g/beta) sigmoid(g)] * [linear_beta tanh(u/linear_beta)]."""
     if act == "silu":
         return gate * torch.sigmoid(gate) * up
     if act == "situ":

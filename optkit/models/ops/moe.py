@@ -5,7 +5,7 @@ DeepSeek-V3 style sigmoid router: the bias steers the choice and is not part of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -47,21 +47,23 @@ def _adopt(name: str, own: Tensor, biased: Tensor, ctx: StepContext) -> Tensor:
         if mine != other:
             gap = float(biased[r, sorted(mine - other)].max() - biased[r, sorted(other - mine)].min())
             if gap > ctx.choices.score_error:
-                raise ChoiceError(f"{name} row {r}: chose {sorted(other - mine)} instead of {sorted(mine - other)}, score gap "
-                                  f"{gap:.3g}: expected at most the score error {ctx.choices.score_error:.3g}")
+                raise ChoiceError(
+                    f"{name} row {r}: chose {sorted(other - mine)} instead of {sorted(mine - other)}, score gap "
+                    f"{gap:.3g}: expected at most the score error {ctx.choices.score_error:.3g}"
+                )
             ctx.choices.adopted.append((name, r, gap))
         result[r] = theirs[r]
     return result
 
 
-def _over_experts(w: WeightTensor, experts: Tensor, dtype: torch.dtype, visit: Callable[[slice, Tensor], None]) -> None:
-    """Calls visit(range of `experts`, their weights [u, out, in]) chunk by chunk."""
+def _chunks(w: WeightTensor, experts: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """(range of `experts`, their weights [u, out, in] in dtype), chunk by chunk."""
     per = w[0][0].numel() * 2 if isinstance(w, tuple) else w[0].numel()
     size = max(1, CHUNK_ELEMENTS // per)
     for start in range(0, experts.shape[0], size):
-        part = slice(start, min(start + size, experts.shape[0]))
+        part = slice(start, start + size)
         e = experts[part]
-        visit(part, dequantise(w[0][e], w[1][e], dtype) if isinstance(w, tuple) else w[e].to(dtype))
+        yield part, dequantise(w[0][e], w[1][e], dtype) if isinstance(w, tuple) else w[e].to(dtype)
 
 
 def _slots(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,12 +77,11 @@ def expert_gate_up(op: Op, ins: list[Tensor], weights: Weights, ctx: StepContext
     z, ids = ins
     experts, where = _slots(ids)
     row = torch.arange(ids.shape[0], device=ids.device)[:, None]
-    gate_up = []
-    for role in ("w1", "w3"):
-        parts: list[Tensor] = []
-        _over_experts(weights[role], experts, ctx.math, lambda _, w, p=parts: p.append(torch.einsum("uil,rl->uri", w, z)))
-        gate_up.append(torch.cat(parts)[where, row])
-    out = activation(op.attr("act"), *gate_up, op.attr("beta"), op.attr("linear_beta"))
+    gate, up = (
+        torch.cat([torch.einsum("uil,rl->uri", w, z) for _, w in _chunks(weights[role], experts, ctx.math)])[where, row]
+        for role in ("w1", "w3")
+    )
+    out = activation(op.attr("act"), gate, up, op.attr("beta"), op.attr("linear_beta"))
     return [out.flatten(1)]
 
 
@@ -93,8 +94,7 @@ def expert_down(op: Op, ins: list[Tensor], weights: Weights, ctx: StepContext) -
     row = torch.arange(rows, device=ids.device)[:, None]
     x = ea.new_zeros(experts.shape[0], rows, ea.shape[1] // topk)
     x[where, row] = ea.reshape(rows, topk, -1)  # an expert is chosen at most once by a row
-    parts: list[Tensor] = []
-    _over_experts(weights["w2"], experts, ctx.math, lambda s, w: parts.append(torch.einsum("uli,uri->url", w, x[s])))
+    parts = [torch.einsum("uli,uri->url", w, x[part]) for part, w in _chunks(weights["w2"], experts, ctx.math)]
     each = torch.cat(parts)[where, row] * wts[..., None]
     y = each[:, 0]
     for k in range(1, topk):

@@ -16,7 +16,7 @@ MIN_LOG2 = -100
 
 
 def dequantise(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """packed uint8 [..., K/2], scales uint8 [..., K/32] -> [..., K]; exact in f32 and f64, and in bf16 bar underflow."""
+    """packed uint8 [..., K/2], scales uint8 [..., K/32] -> [..., K]; exact in f32 and f64."""
     table = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=dtype, device=packed.device)
     value = table[torch.stack([packed & 15, packed >> 4], -1).flatten(-2).int()]
     power = torch.tensor([2.0 ** (s - 127) for s in range(255)] + [float("nan")], dtype=dtype, device=packed.device)
@@ -25,7 +25,7 @@ def dequantise(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantise(w: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., K] -> (packed, scales): scale from the group's largest magnitude, elements to nearest (ties to the smaller)."""
+    """[..., K] -> (packed, scales): scale from the group's largest magnitude, elements to the nearest code."""
     if w.shape[-1] % MX_GROUP:
         raise ValueError(f"mxfp4: {w.shape[-1]} columns: expected a multiple of {MX_GROUP}")
     group = w.double().unflatten(-1, (-1, MX_GROUP))
