@@ -45,9 +45,9 @@ class CpuBackend:
     name = "cpu executor"
 
     def __init__(self, artifact: Artifact, graph: Graph, weights: Mapping[str, Any]) -> None:
-        from optkit.plan.compress import expand
+        from optkit.plan.compress import from_json
 
-        self.plan = expand(json.loads(artifact.plan_json))
+        self.plan = from_json(artifact.plan_json)
         if self.plan.digest != artifact.manifest.plan_digest:
             raise ValueError(f"artifact {artifact.path}: plan.json does not expand to the plan it was made from")
         self.graph, self.weights = graph, weights

@@ -99,6 +99,14 @@ class Verdict(_Model):
     not_run: int = Field(0, ge=0)
     hardware: Hardware | None = None
 
+    @classmethod
+    def parse(cls, words: str) -> Verdict:
+        """From a run's verdict: "verified", "verified except hardware (3)", "failed (2)"; all else counts as failed."""
+        m = re.fullmatch(r"(verified except hardware|verified|failed)(?: \((\d+)\))?", words)
+        if m is None or m[1] == "failed":
+            return cls(status="failed")
+        return cls.model_validate({"status": m[1], "not_run": int(m[2] or 0)})
+
 
 class Versions(_Model):
     optkit: str
@@ -138,6 +146,7 @@ class Manifest(_Model):
     """manifest.json. `digest` is the sha256 of the canonical bytes of all other fields."""
 
     schema_: str = Field(SCHEMA, alias="schema", pattern=f"^{SCHEMA}$")
+    name: str
     scope: Scope
     verdict: Verdict
     versions: Versions
@@ -192,6 +201,7 @@ def config_digest(config: Mapping[str, Any]) -> str:
 def write_artifact(
     directory: str | os.PathLike[str],
     *,
+    name: str,
     plan_json: str,
     recipe: str,
     recipe_digest: str,
@@ -214,7 +224,7 @@ def write_artifact(
     if cubin is not None:
         files[CUBIN] = cubin
     manifest = Manifest(  # type: ignore[call-arg]  # the alias "schema" has a default
-        scope=scope, verdict=verdict, versions=versions, recipe_digest=recipe_digest,
+        name=name, scope=scope, verdict=verdict, versions=versions, recipe_digest=recipe_digest,
         plan_digest=_sha256(files[PLAN]), kernel=kernel,
         files={name: File(sha256=_sha256(data), size=len(data)) for name, data in sorted(files.items())},
     ).sealed()

@@ -18,13 +18,12 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from optkit.export.manifest import Artifact, ArtifactError, config_digest, load_artifact
+from optkit.export.scope import shape_constants
 from optkit.export.support import Facts
 from optkit.models.families import family_of
 from optkit.models.graph import Graph
 
 _SHORT = {torch.bfloat16: "bf16", torch.float32: "f32", torch.float16: "f16"}
-_RANK_CONSTANTS = ("tp", "rank", "peers", "seed")
-"""Graph constants that say which rank, not which model; compared by fields of their own."""
 _FLAGS = ("enable_dbo", "enable_expert_parallel", "enable_eplb")
 
 
@@ -90,11 +89,6 @@ def graph_of(config: VllmConfig, raw: Mapping[str, Any]) -> Graph:
     family = family_of(raw)
     return family.build(family.Config.from_hf(raw), rows=config.scheduler_config.max_num_seqs,
                         tp=p.tensor_parallel_size, rank=p.rank % p.tensor_parallel_size, peers="real")
-
-
-def shape_constants(graph: Graph) -> dict[str, Any]:
-    """The model constants that an artifact and a checkpoint must agree on."""
-    return {k: v for k, v in graph.constants if k not in _RANK_CONSTANTS}
 
 
 def facts(config: VllmConfig, raw: Mapping[str, Any], graph: Graph) -> Facts:

@@ -83,7 +83,7 @@ class OptkitForCausalLM(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Every tensor of the graph, or one error that names each missing, misshapen, mistyped or unexpected one."""
         tensors = dict(weights)
-        self.weights = checkpoint.resident(self.graph, tensors)
+        self.weights = checkpoint.from_tensors(self.graph, tensors)
         self.torch_backend = TorchBackend(self.graph, self.weights)
         if self.session.artifact is not None:
             self.artifact_backend = CpuBackend(self.session.artifact, self.graph, self.weights)

@@ -12,7 +12,7 @@ from optkit.export import manifest as mf
 
 
 def write(path, **kw):
-    args = dict(plan_json='{"plan": 1}', recipe="model: tiny\n", recipe_digest="a" * 64, scope=scope(),
+    args = dict(name="tiny", plan_json='{"plan": 1}', recipe="model: tiny\n", recipe_digest="a" * 64, scope=scope(),
                 verdict=verdict(), versions=versions())
     return mf.write_artifact(path, **(args | kw))
 

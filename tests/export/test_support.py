@@ -13,7 +13,7 @@ def manifest(kernel=False, **kw):
         files[CUBIN] = File(sha256="3" * 64, size=1)
     k = Kernel(name="step", grid=(132, 1, 1), block=(288, 1, 1), dynamic_smem=0, params=()) if kernel else None
     parts = dict(scope=scope(), verdict=verdict(), versions=versions()) | kw
-    return Manifest(recipe_digest="a" * 64, plan_digest="1" * 64, kernel=k, files=files, **parts).sealed()
+    return Manifest(name="tiny", recipe_digest="a" * 64, plan_digest="1" * 64, kernel=k, files=files, **parts).sealed()
 
 
 def test_fits():
