@@ -57,20 +57,20 @@ class Scope(_Model):
     """Batch sizes that decode steps are padded up to, ascending."""
     rows: int = Field(ge=1)
     """Token class: most rows a step may have."""
-    rows_per_request: int = Field(1, ge=1)
+    rows_per_request: int = Field(default=1, ge=1)
     context: int = Field(ge=1)
     """Most tokens of one request, prompt included."""
     tp: int = Field(ge=1)
     pp: int = Field(ge=1)
-    rank: int | None = Field(None, ge=0)
+    rank: int | None = Field(default=None, ge=0)
     """The one tensor-parallel rank the plan is for; None = one plan for every rank."""
-    pp_rank: int = Field(0, ge=0)
+    pp_rank: int = Field(default=0, ge=0)
     """The pipeline stage that `layers` is."""
     peers: Literal["real", "emulated"] = "real"
     dtypes: dict[str, str]
     """activation, kv, conv, recurrent -> bf16 | f32 (those that the model has)."""
-    block_size_multiple: int = Field(1, ge=1)
-    block_size_max: int = Field(4096, ge=1)
+    block_size_multiple: int = Field(default=1, ge=1)
+    block_size_max: int = Field(default=4096, ge=1)
     """Cache block sizes accepted at run time: multiples of the one, up to the other."""
     arch: str
     """GPU architecture of the kernel, for example sm_90a."""
@@ -96,7 +96,7 @@ class Verdict(_Model):
     """The run's verdict. `not_run` counts the checks that only a machine with the GPU can finish."""
 
     status: Literal["verified", "verified except hardware", "failed"]
-    not_run: int = Field(0, ge=0)
+    not_run: int = Field(default=0, ge=0)
     hardware: Hardware | None = None
 
     @classmethod
@@ -145,7 +145,7 @@ class File(_Model):
 class Manifest(_Model):
     """manifest.json. `digest` is the sha256 of the canonical bytes of all other fields."""
 
-    schema_: str = Field(SCHEMA, alias="schema", pattern=f"^{SCHEMA}$")
+    schema_: str = Field(default=SCHEMA, alias="schema", pattern=f"^{SCHEMA}$")
     name: str
     scope: Scope
     verdict: Verdict
@@ -223,7 +223,7 @@ def write_artifact(
     files = {PLAN: plan_json.encode(), RECIPE: recipe.encode()}
     if cubin is not None:
         files[CUBIN] = cubin
-    manifest = Manifest(  # type: ignore[call-arg]  # the alias "schema" has a default
+    manifest = Manifest(
         name=name, scope=scope, verdict=verdict, versions=versions, recipe_digest=recipe_digest,
         plan_digest=_sha256(files[PLAN]), kernel=kernel,
         files={name: File(sha256=_sha256(data), size=len(data)) for name, data in sorted(files.items())},
@@ -314,7 +314,8 @@ def _parse_manifest(root: Path, data: bytes) -> Manifest:
         manifest = Manifest.model_validate(raw)
     except ValidationError as e:
         first = e.errors()[0]
-        raise ArtifactError(f"artifact {root}: {MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        where = ".".join(map(str, first["loc"]))
+        raise ArtifactError(f"artifact {root}: {MANIFEST}: {where}: {first['msg']}") from None
     if manifest.sealed().to_bytes() != data:
         raise ArtifactError(f"artifact {root}: {MANIFEST} does not match its own digest: it was changed or damaged")
     return manifest

@@ -63,13 +63,23 @@ def unsupported(m: Manifest, f: Facts) -> list[str]:
     need(f.pp_rank == s.pp_rank, "pipeline stage", f.pp_rank, s.pp_rank)
     if s.peers == "emulated":
         out.append("peers: the artifact emulates its peers on one GPU (for measurement only), serving needs real ranks")
-    need(f.block_size % s.block_size_multiple == 0 and f.block_size <= s.block_size_max, "cache block size",
-         f.block_size, f"multiples of {s.block_size_multiple} up to {s.block_size_max}")
+    out += block_size_reasons(m, f.block_size)
     need(f.max_num_seqs <= s.batch[-1], "max_num_seqs", f.max_num_seqs, f"at most {s.batch[-1]}")
     need(f.max_model_len <= s.context, "max_model_len", f.max_model_len, f"at most {s.context}")
+    if s.rows_per_request != 1:
+        out.append(f"rows per request: the artifact computes {s.rows_per_request} rows a request, a decode step has 1")
     for feature in f.features:
         out.append(f"feature: {feature} is on, the artifact was not built for it")
     return out
+
+
+def block_size_reasons(m: Manifest, block_size: int) -> list[str]:
+    """The rule for the cache block size alone: vLLM settles it only when it allocates the caches."""
+    s = m.scope
+    if block_size % s.block_size_multiple == 0 and block_size <= s.block_size_max:
+        return []
+    return [f"cache block size: engine has {block_size}, artifact accepts multiples of {s.block_size_multiple} up to "
+            f"{s.block_size_max}"]
 
 
 def _gpu(m: Manifest, f: Facts, out: list[str], need) -> None:  # type: ignore[no-untyped-def]

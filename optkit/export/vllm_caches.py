@@ -10,7 +10,7 @@ Runs inside vLLM (0.32, 0.33) only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -124,7 +124,13 @@ class PagedCache(nn.Module, AttentionLayerBase):
         super().__init__()
         self.prefix, self.width, self.kv_heads = prefix, width, kv_heads
         self.kv_cache = torch.empty(0)
+        self.on_bind: Callable[[int], None] = lambda block_size: None
         _announce(self, prefix, vllm_config)
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """vLLM's pages [blocks, heads, block_size, content]; only now is the block size final."""
+        self.kv_cache = kv_cache
+        self.on_bind(kv_cache.shape[2])
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return CacheBackend if self.kv_heads else MlaCacheBackend

@@ -53,9 +53,10 @@ class Options:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
-                raise ValueError(f"additional_config.optkit: {key}: unknown key, expected one of {', '.join(known)}{hint}")
+                raise ValueError(f"additional_config.optkit: {key}: unknown key, expected one of {', '.join(known)}"
+                                 f"{hint}")
         if not isinstance(raw.get("artifact"), str) or not raw["artifact"]:
-            raise ValueError(f"additional_config.optkit.artifact: {raw.get('artifact')!r}: expected an artifact directory")
+            raise ValueError(f"additional_config.optkit.artifact: {raw.get('artifact')!r}: expected a directory")
         if raw.get("mode", "auto") not in ("auto", "require"):
             raise ValueError(f"additional_config.optkit.mode: {raw['mode']!r}: expected auto or require")
         return cls(**raw)
@@ -94,7 +95,7 @@ def graph_of(config: VllmConfig, raw: Mapping[str, Any]) -> Graph:
 def facts(config: VllmConfig, raw: Mapping[str, Any], graph: Graph) -> Facts:
     """Everything `unsupported` needs to know of this engine. `graph` is the one of its checkpoint."""
     m, p, s = config.model_config, config.parallel_config, config.scheduler_config
-    gpu = {}
+    gpu: dict[str, Any] = {}
     if current_platform.is_cuda():
         major, minor = torch.cuda.get_device_capability()
         gpu = {"arch": f"sm_{major}{minor}a", "sms": torch.cuda.get_device_properties(0).multi_processor_count}

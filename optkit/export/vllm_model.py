@@ -24,8 +24,8 @@ from vllm.model_executor.models.llama import LlamaForCausalLM as VllmLlamaForCau
 
 from optkit.export.backend import CpuBackend, DecodeBackend, StepCounter, TorchBackend, log
 from optkit.export.manifest import Artifact
-from optkit.export.support import unsupported
-from optkit.export.vllm_caches import Caches, Requests
+from optkit.export.support import block_size_reasons, unsupported
+from optkit.export.vllm_caches import Caches
 from optkit.export.vllm_config import Options, facts, graph_of, raw_config
 from optkit.models import checkpoint
 
@@ -36,27 +36,39 @@ class Session:
     def __init__(self, config: VllmConfig, fallback: str) -> None:
         self.raw = raw_config(config)
         self.graph = graph_of(config, self.raw)
+        self.fallback = fallback
         self.artifact: Artifact | None = None
         self.counter = StepCounter()
-        options = Options.of(config)
-        if options is None:
+        self.options = Options.of(config)
+        if self.options is None:
             return
-        artifact = options.load(config)
-        reasons = unsupported(artifact.manifest, facts(config, self.raw, self.graph))
-        if reasons and options.mode == "require":
-            raise ValueError(f"optkit: artifact {artifact.path} is required but cannot be used:\n"
-                             + "\n".join(f"  - {r}" for r in reasons))
-        if reasons:
-            log.warning("optkit: artifact %s is not used, %s runs every step, because: %s", artifact.path, fallback,
-                        "; ".join(reasons))
-            self.counter.reasons = tuple(reasons)
-        else:
+        artifact = self.options.load(config)
+        if not self.refused(artifact, unsupported(artifact.manifest, facts(config, self.raw, self.graph))):
             self.artifact = artifact
             self.counter.artifact = artifact.digest
             log.info("optkit: artifact %s active for decode steps, digest %s, verdict: %s", artifact.path,
                      artifact.digest, artifact.manifest.verdict.status)
+            atexit.register(lambda: log.info("optkit: %s", self.counter.summary()))
         self.counter.save()
-        atexit.register(lambda: log.info("optkit: %s", self.counter.summary()))
+
+    def refused(self, artifact: Artifact, reasons: list[str]) -> bool:
+        """Says why, once, if there are reasons. Raises ValueError with all of them where the artifact is required."""
+        if not reasons:
+            return False
+        if self.options is not None and self.options.mode == "require":
+            raise ValueError(f"optkit: artifact {artifact.path} is required but cannot be used:\n"
+                             + "\n".join(f"  - {r}" for r in reasons))
+        log.warning("optkit: artifact %s is not used, %s runs every step, because: %s", artifact.path, self.fallback,
+                    "; ".join(reasons))
+        self.artifact = None
+        self.counter.artifact, self.counter.reasons = "", tuple(reasons)
+        self.counter.save()
+        return True
+
+    def settled(self, block_size: int) -> None:
+        """The last requirement, known only when vLLM has allocated the caches."""
+        if self.artifact is not None:
+            self.refused(self.artifact, block_size_reasons(self.artifact.manifest, block_size))
 
 
 class OptkitForCausalLM(nn.Module):
@@ -73,6 +85,8 @@ class OptkitForCausalLM(nn.Module):
         self.graph = self.session.graph
         self.weights: dict[str, Any] = {}
         self.caches = Caches(self.graph, prefix, vllm_config)
+        for cache in self.caches.paged.values():
+            cache.on_bind = self.session.settled
         self.bound: tuple[int, ...] = ()
         self.torch_backend: DecodeBackend
         self.artifact_backend: DecodeBackend | None = None

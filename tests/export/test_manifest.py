@@ -134,6 +134,7 @@ def test_config_digest_ignores_bookkeeping_only():
 
 
 def test_imports_neither_torch_nor_hydra_nor_cutlass():
-    code = ("import sys, optkit.export.manifest, optkit.export.support, optkit.export.vllm_plugin, optkit.export.backend;"
-            "bad = {'torch', 'hydra', 'omegaconf', 'cutlass', 'vllm'} & set(sys.modules); sys.exit(str(bad) if bad else 0)")
+    modules = ", ".join(f"optkit.export.{m}" for m in ("manifest", "scope", "support", "vllm_plugin", "backend"))
+    code = (f"import sys, {modules}; bad = {{'torch', 'hydra', 'omegaconf', 'cutlass', 'vllm'}} & set(sys.modules);"
+            "sys.exit(str(bad) if bad else 0)")
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -21,7 +21,8 @@ def test_fits():
 
 
 @pytest.mark.parametrize("change, word", [
-    (dict(vllm="0.31.9"), "vLLM version"), (dict(vllm="0.34.0"), "vLLM version"), (dict(vllm="unknown"), "vLLM version"),
+    (dict(vllm="0.31.9"), "vLLM version"), (dict(vllm="0.34.0"), "vLLM version"),
+    (dict(vllm="unknown"), "vLLM version"),
     (dict(architectures=("LlamaForCausalLM",)), "architecture"), (dict(config_digest="d" * 64), "config.json digest"),
     (dict(shape={"hidden": 512, "layers": 9, "eps": 1e-5}), "model constant hidden"),
     (dict(shape={"hidden": 256, "layers": 9}), "model constant eps"),
@@ -43,6 +44,7 @@ def test_all_reasons_at_once():
 
 def test_scope_mismatches():
     assert "emulates its peers" in unsupported(manifest(scope=scope(peers="emulated")), facts())[0]
+    assert "rows per request" in unsupported(manifest(scope=scope(rows_per_request=2)), facts())[0]
     assert "rank" in unsupported(manifest(scope=scope(rank=3)), facts())[0]
     assert "failed its checks" in unsupported(manifest(verdict=verdict(status="failed")), facts())[0]
 

@@ -57,9 +57,9 @@ class Server:
             self.port = s.getsockname()[1]
         work.mkdir(parents=True, exist_ok=True)
         self.log_path, self.stats_path = work / "serve.log", work / "stats.json"
-        command = [str(python.parent / "vllm"), "serve", str(model), "--served-model-name", "tiny", "--dtype", "bfloat16",
-                   "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4", "--no-enable-prefix-caching",
-                   "--tokenizer-mode", "hf", "--host", "127.0.0.1", "--port", str(self.port), *options]
+        command = [str(python.parent / "vllm"), "serve", str(model), "--served-model-name", "tiny", "--dtype",
+                   "bfloat16", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4",
+                   "--no-enable-prefix-caching", "--tokenizer-mode", "hf", "--host", "127.0.0.1", "--port", str(self.port), *options]
         if optkit is not None:
             command += ["--additional-config", json.dumps({"optkit": optkit})]
         env = os.environ | {
@@ -99,8 +99,8 @@ class Server:
 
     def complete(self, prompt: list[int], count: int) -> Answer:
         """`count` greedy tokens after `prompt` (token ids)."""
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, "logprobs": 1,
-                "return_token_ids": True}
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True,
+                "logprobs": 1, "return_token_ids": True}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(body).encode(),
                                          {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=120) as r:
