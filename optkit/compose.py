@@ -98,7 +98,7 @@ def resolve(target: str, overrides: Iterable[str] = (), *, cross_checks: bool = 
     no model configuration are made as well.
     """
     file = find_recipe(target)
-    parsed = _parse(list(overrides))
+    parsed = parse_overrides(list(overrides))
     found, usable = _command_line(parsed)
     node = None
     if not file.packaged:
@@ -170,8 +170,8 @@ def load_recipe_file(file: RecipeFile) -> DictConfig:
     return node
 
 
-def _parse(overrides: list[str]) -> list[Override]:
-    """Command-line overrides by Hydra's own grammar."""
+def parse_overrides(overrides: list[str]) -> list[Override]:
+    """Command-line overrides by Hydra's own grammar. Raises UserError with one line per override it cannot read."""
     parser, parsed, wrong = OverridesParser.create(), [], []
     for text in overrides:
         try:

@@ -112,19 +112,22 @@ class Step:
 
 
 def verdict(checks: Sequence[Check]) -> str:
-    """`verified`, `verified except hardware (n)`, or `failed (n)`. Nothing checked is not verified."""
+    """`verified`, `verified except hardware (n)`, `failed (n)`, or `nothing checked`."""
     failed = sum(c.status == "fail" for c in checks)
     waiting = sum(c.status == "not_run" for c in checks)
-    if failed or not any(c.status == "pass" for c in checks):
+    if failed:
         return f"failed ({failed})"
+    if not any(c.status == "pass" for c in checks):
+        return "nothing checked"
     return f"verified except hardware ({waiting})" if waiting else "verified"
 
 
 class Pipeline:
     """Steps in order."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+    def __init__(self, steps: Sequence[Step], stops_after: str | None = None) -> None:
         self.steps = tuple(steps)
+        self.stops_after = stops_after
 
     def until(self, name: str | None) -> Pipeline:
         """The steps up to and including `name`; all for None."""
@@ -133,7 +136,7 @@ class Pipeline:
         names = [s.name for s in self.steps]
         if name not in names:
             raise UserError(f"--until {name!r}: expected one of {', '.join(names)}")
-        return Pipeline(self.steps[:names.index(name) + 1])
+        return Pipeline(self.steps[:names.index(name) + 1], None if name == names[-1] else name)
 
     def run(self, context: Context) -> str:
         """Run the steps; returns the verdict. Raises UserError where a step refuses the recipe."""
@@ -157,7 +160,8 @@ class Pipeline:
                 self._broke(context, err)
             context.seconds[step.name] = time.perf_counter() - start
             context.listener.finished(step.name, context.seconds[step.name], context.checks[before:])
-        return verdict(context.checks)
+        result = verdict(context.checks)
+        return result if self.stops_after is None or result.startswith("failed") else f"not verified (stopped after {self.stops_after})"
 
     @staticmethod
     def _broke(context: Context, err: Exception) -> None:

@@ -87,7 +87,7 @@ def run_recipe(resolved: Resolved, *, outputs: Path, folder: Path | None = None,
         run.link_latest()
     shown = [p for name in ("report.html", "evidence.json", "trace.json", "artifact", "error.txt") if (p := run.path / name).exists()]
     summary(console, context, result, [_shown(p) for p in (run.path, *shown)])
-    return EXIT_FAILED if result.startswith("failed") else 0
+    return EXIT_FAILED if failed else 0
 
 
 def check_recipe(resolved: Resolved, *, plain: bool = False, pipeline: Pipeline | None = None) -> int:
