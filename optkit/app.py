@@ -69,10 +69,16 @@ def _ls(argv: Sequence[str]) -> int:
 
 
 def _show(argv: Sequence[str]) -> int:
-    parser = _parser("show", "Print a recipe fully resolved, each value with its source.", "optkit show kimi_k3/tiny --why decode.batch")
+    parser = _parser(
+        "show",
+        "Print a recipe fully resolved, each value with its source.",
+        "optkit show kimi_k3/tiny --why decode.batch",
+    )
     parser.add_argument("recipe", metavar="RECIPE")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--why", metavar="KEY", help="every layer that sets this key, weakest first; the last one counts")
+    parser.add_argument(
+        "--why", metavar="KEY", help="every layer that sets this key, weakest first; the last one counts"
+    )
     args = parser.parse_intermixed_args(argv)
     from optkit.compose import flow, resolve
     from optkit.recipe import schema_fields
@@ -84,7 +90,9 @@ def _show(argv: Sequence[str]) -> int:
         return 0
     known = [k for k, _ in schema_fields()]
     if args.why not in known:
-        raise UserError(f"--why {args.why!r}: expected a key of the schema; {did_you_mean(args.why, known)}".rstrip("; "))
+        raise UserError(
+            f"--why {args.why!r}: expected a key of the schema; {did_you_mean(args.why, known)}".rstrip("; ")
+        )
     history = resolved.history(args.why)
     for number, (source, value) in enumerate(history, 1):
         mark = "->" if number == len(history) else "  "
@@ -93,7 +101,9 @@ def _show(argv: Sequence[str]) -> int:
 
 
 def _check(argv: Sequence[str]) -> int:
-    parser = _parser("check", "Build model and plan and prove the plan; writes nothing.", "optkit check kimi_k3/h200_tp8_pp2")
+    parser = _parser(
+        "check", "Build model and plan and prove the plan; writes nothing.", "optkit check kimi_k3/h200_tp8_pp2"
+    )
     parser.add_argument("recipe", metavar="RECIPE")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--plain", action="store_true", help="no spinner, no colour")
@@ -126,10 +136,20 @@ def _cp(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    parser = _parser("run", "Run a recipe; results go to outputs/<recipe>/<UTC time>-<digest>/.", "optkit run kimi_k3/tiny sync=tagged")
+    parser = _parser(
+        "run",
+        "Run a recipe; results go to outputs/<recipe>/<UTC time>-<digest>/.",
+        "optkit run kimi_k3/tiny sync=tagged",
+    )
     parser.add_argument("recipe", metavar="RECIPE")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--outputs", type=Path, default=Path("outputs"), metavar="DIR", help="parent of all run folders (default: outputs)")
+    parser.add_argument(
+        "--outputs",
+        type=Path,
+        default=Path("outputs"),
+        metavar="DIR",
+        help="parent of all run folders (default: outputs)",
+    )
     parser.add_argument("--dir", type=Path, metavar="DIR", help="use exactly this new folder (sweeps do)")
     parser.add_argument("--until", metavar="STEP", help="stop after this step")
     parser.add_argument("--plain", action="store_true", help="no spinner, no colour")
@@ -140,14 +160,22 @@ def _run(argv: Sequence[str]) -> int:
     recipe = args.recipe.removeprefix("recipe=")
     if "=" in recipe:
         raise UserError(f"{recipe!r}: expected a recipe first: optkit run RECIPE [KEY=VALUE ...]")
-    return run_recipe(resolve(recipe, args.overrides), outputs=args.outputs, folder=args.dir, until=args.until, plain=args.plain)
+    return run_recipe(
+        resolve(recipe, args.overrides), outputs=args.outputs, folder=args.dir, until=args.until, plain=args.plain
+    )
 
 
 def _sweep(argv: Sequence[str]) -> int:
     from optkit.sweep import sweep_command
 
-    return sweep_command(argv, _parser("sweep", "Run the whole grid of the given values, each job in its own process and folder.",
-                                       "optkit sweep recipe=kimi_k3/tiny decode.batch=1,4 sync=counter,tagged"))
+    return sweep_command(
+        argv,
+        _parser(
+            "sweep",
+            "Run the whole grid of the given values, each job in its own process and folder.",
+            "optkit sweep recipe=kimi_k3/tiny decode.batch=1,4 sync=counter,tagged",
+        ),
+    )
 
 
 def _doctor(argv: Sequence[str]) -> int:
@@ -159,7 +187,13 @@ def _doctor(argv: Sequence[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "ls": _ls, "show": _show, "check": _check, "cp": _cp, "run": _run, "sweep": _sweep, "doctor": _doctor,
+    "ls": _ls,
+    "show": _show,
+    "check": _check,
+    "cp": _cp,
+    "run": _run,
+    "sweep": _sweep,
+    "doctor": _doctor,
 }
 
 

@@ -111,8 +111,15 @@ def resolve(target: str, overrides: Iterable[str] = (), *, cross_checks: bool = 
     return _compose(target, file, node, tuple(overrides), usable, found, cross_checks)
 
 
-def _compose(target: str, file: RecipeFile, node: DictConfig | None, given: tuple[str, ...], overrides: list[Override],
-             found: list[Problem], cross_checks: bool) -> Resolved:
+def _compose(
+    target: str,
+    file: RecipeFile,
+    node: DictConfig | None,
+    given: tuple[str, ...],
+    overrides: list[Override],
+    found: list[Problem],
+    cross_checks: bool,
+) -> Resolved:
     store = ConfigStore.instance()
     store.store(name="schema", node=Recipe)
     choice = file.name
@@ -133,7 +140,10 @@ def _compose(target: str, file: RecipeFile, node: DictConfig | None, given: tupl
         raise UserError(_first_sentence(err, file)) from err
     missing = sorted(k for k in OmegaConf.missing_keys(cfg))
     if missing:
-        raise UserError(Problem(k, None, f"a value of type {type_text(k)}", f"not set by {_label(file)} nor on the command line") for k in missing)
+        raise UserError(
+            Problem(k, None, f"a value of type {type_text(k)}", f"not set by {_label(file)} nor on the command line")
+            for k in missing
+        )
     try:
         plain = OmegaConf.to_container(cfg, resolve=True)
         closed = OmegaConf.merge(OmegaConf.structured(Recipe), plain)  # a second merge: the schema stays closed
@@ -143,7 +153,9 @@ def _compose(target: str, file: RecipeFile, node: DictConfig | None, given: tupl
     assert isinstance(recipe, Recipe)
     tree = OmegaConf.to_container(closed, enum_to_str=True)
     assert isinstance(tree, dict)
-    resolved = Resolved(target, file.name, file.path, given, recipe, {str(k): v for k, v in tree.items()}, tuple(layers))
+    resolved = Resolved(
+        target, file.name, file.path, given, recipe, {str(k): v for k, v in tree.items()}, tuple(layers)
+    )
     if cross_checks:
         wrong = problems(recipe, resolved.source)
         if wrong:
@@ -190,12 +202,21 @@ def _command_line(overrides: list[Override]) -> tuple[list[Problem], list[Overri
     for o in overrides:
         name, value = o.key_or_group, o.get_value_string() if o.type.name != "DEL" else None
         if o.is_add() or o.is_force_add():
-            found.append(Problem(f"{o.input_line}", None, "key=value without '+': the schema is closed", COMMAND_LINE,
-                                 did_you_mean(name, known)))
+            found.append(
+                Problem(
+                    f"{o.input_line}",
+                    None,
+                    "key=value without '+': the schema is closed",
+                    COMMAND_LINE,
+                    did_you_mean(name, known),
+                )
+            )
         elif o.is_delete():
             found.append(Problem(f"{o.input_line}", None, "key=value: keys cannot be deleted", COMMAND_LINE))
         elif name == "hydra" or name.startswith(("hydra.", "hydra/")):
-            found.append(Problem(name, value, "no hydra setting here; launchers belong to `optkit sweep`", COMMAND_LINE))
+            found.append(
+                Problem(name, value, "no hydra setting here; launchers belong to `optkit sweep`", COMMAND_LINE)
+            )
         elif o.is_sweep_override():
             found.append(Problem(name, value, "one value; several make a sweep: `optkit sweep`", COMMAND_LINE))
         elif name == "recipe":
@@ -226,12 +247,16 @@ def _defaults_list(node: DictConfig, file: RecipeFile) -> list[Problem]:
         for group, value in entry.items() if isinstance(entry, dict) else [(str(entry), None)]:
             bare = str(group).removeprefix("optional ").removeprefix("override ").strip().lstrip("/")
             if bare.split("/")[0].split("@")[0] == "hydra":
-                found.append(Problem(str(group), value, "no hydra settings in a recipe: a sweep would ignore them", where))
+                found.append(
+                    Problem(str(group), value, "no hydra settings in a recipe: a sweep would ignore them", where)
+                )
             elif isinstance(entry, dict) and str(group).startswith("override "):
                 if bare in GROUPS:
                     found += _option(bare, value, where)
                 else:
-                    found.append(Problem(str(group), value, f"a group: {', '.join(GROUPS)}", where, did_you_mean(bare, GROUPS)))
+                    found.append(
+                        Problem(str(group), value, f"a group: {', '.join(GROUPS)}", where, did_you_mean(bare, GROUPS))
+                    )
     return found
 
 
@@ -289,8 +314,13 @@ def _unknown(dotted: str, value: Any, where: str) -> Problem:
     if "." not in dotted and dotted in GROUPS:
         return Problem(dotted, value, "a mapping of keys", where)
     known = [k for k, _ in schema_fields()]
-    return Problem(dotted, value, "a key of the recipe schema (docs/recipe.md)", where,
-                   did_you_mean(dotted, known if "." in dotted else [*known, *GROUPS, "recipe"]))
+    return Problem(
+        dotted,
+        value,
+        "a key of the recipe schema (docs/recipe.md)",
+        where,
+        did_you_mean(dotted, known if "." in dotted else [*known, *GROUPS, "recipe"]),
+    )
 
 
 def _typed(dotted: str, value: Any, where: str) -> list[Problem]:

@@ -19,8 +19,9 @@ from optkit.pipeline import Check, Context
 def make_console(plain: bool = False) -> Console:
     """A console for standard output; `plain` (and any output that is no terminal) has no colour and no spinner."""
     interactive = sys.stdout.isatty() and not plain
-    return Console(force_terminal=interactive, highlight=False, soft_wrap=not interactive,
-                   width=None if interactive else 120)
+    return Console(
+        force_terminal=interactive, highlight=False, soft_wrap=not interactive, width=None if interactive else 120
+    )
 
 
 class Display:
@@ -63,7 +64,9 @@ def summary(console: Console, context: Context, verdict: str, paths: Sequence[Pa
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for step, seconds in context.seconds.items():
         mine = [c for c in context.checks if c.step == step]
-        table.add_row(step, f"{seconds:.1f}", *(str(sum(c.status == s for c in mine)) for s in ("pass", "fail", "not_run")))
+        table.add_row(
+            step, f"{seconds:.1f}", *(str(sum(c.status == s for c in mine)) for s in ("pass", "fail", "not_run"))
+        )
     console.print()
     console.print(table)
     for c in context.checks:

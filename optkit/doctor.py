@@ -43,8 +43,11 @@ class Finding:
 def findings() -> Iterator[Finding]:
     """Everything worth knowing, in reading order."""
     version = sys.version_info[:2]
-    yield Finding("python", "ok" if version in PYTHONS else "problem",
-                  platform.python_version() + ("" if version in PYTHONS else ": expected 3.11 or 3.12"))
+    yield Finding(
+        "python",
+        "ok" if version in PYTHONS else "problem",
+        platform.python_version() + ("" if version in PYTHONS else ": expected 3.11 or 3.12"),
+    )
     yield Finding("system", "ok", f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs")
     yield Finding("optkit", "ok", f"{optkit.__version__} in {Path(optkit.__file__).parent}")
     for name, loss in PACKAGES:
@@ -105,11 +108,20 @@ def _gpu() -> Finding:
     if tool is None:
         return Finding("gpu", "missing", "no nvidia-smi: kernels are compiled and audited, not run")
     try:
-        out = subprocess.run([tool, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"], capture_output=True,
-                             text=True, timeout=20, check=True).stdout
+        out = subprocess.run(
+            [tool, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout
     except (OSError, subprocess.SubprocessError) as err:
         return Finding("gpu", "problem", f"nvidia-smi does not answer: {err}")
-    return Finding("gpu", "ok", "; ".join(out.strip().splitlines())) if out.strip() else Finding("gpu", "missing", "nvidia-smi lists none")
+    return (
+        Finding("gpu", "ok", "; ".join(out.strip().splitlines()))
+        if out.strip()
+        else Finding("gpu", "missing", "nvidia-smi lists none")
+    )
 
 
 def _nvdisasm() -> Finding:
@@ -122,7 +134,9 @@ def _nvdisasm() -> Finding:
         if file.name in ("nvdisasm", "nvdisasm.exe"):
             return Finding("nvdisasm", "ok", str(file.locate()))
     found = shutil.which("nvdisasm")
-    return Finding("nvdisasm", "ok", found) if found else Finding("nvdisasm", "missing", "compiled code cannot be audited")
+    return (
+        Finding("nvdisasm", "ok", found) if found else Finding("nvdisasm", "missing", "compiled code cannot be audited")
+    )
 
 
 def _vllm() -> Iterator[Finding]:
@@ -140,14 +154,20 @@ def _plugins() -> Iterator[Finding]:
     points = [p for p in metadata.entry_points(group=GROUP) if p.name == "optkit" or p.value.startswith("optkit.")]
     where = [f"{p.value} from {p.dist.name} {p.dist.version}" if p.dist else p.value for p in points]
     if not points:
-        yield Finding("plugin", "missing", f"no entry point 'optkit' in {GROUP}: vLLM will not see optkit (pip install it)")
+        yield Finding(
+            "plugin", "missing", f"no entry point 'optkit' in {GROUP}: vLLM will not see optkit (pip install it)"
+        )
     elif len(points) > 1:
         yield Finding("plugin", "problem", f"{len(points)} entry points, expected one: {'; '.join(where)}")
     else:
         yield Finding("plugin", "ok", where[0])
     distributions = [d for d in metadata.distributions() if d.name == "optkit"]
     if len(distributions) > 1:
-        yield Finding("distribution", "problem", f"optkit is installed {len(distributions)} times: {', '.join(str(d.locate_file('')) for d in distributions)}")
+        yield Finding(
+            "distribution",
+            "problem",
+            f"optkit is installed {len(distributions)} times: {', '.join(str(d.locate_file('')) for d in distributions)}",
+        )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "optkit" not in allowed.split(","):
         yield Finding("VLLM_PLUGINS", "problem", f"{allowed!r} leaves optkit out: vLLM will not load it")

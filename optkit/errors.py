@@ -25,7 +25,9 @@ class Problem:
     hint: str = ""
 
     def __str__(self) -> str:
-        shown = "" if self.value is None else f" = {self.value!r}" if isinstance(self.value, str) else f" = {self.value}"
+        shown = (
+            "" if self.value is None else f" = {self.value!r}" if isinstance(self.value, str) else f" = {self.value}"
+        )
         hint = f"; {self.hint}" if self.hint else ""
         return f"{self.key}{shown}: expected {self.expected} ({self.where}){hint}"
 

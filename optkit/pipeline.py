@@ -71,8 +71,9 @@ class Context:
         """The command that repeats this run."""
         return " ".join(["optkit run", self.resolved.target, *self.resolved.overrides])
 
-    def check(self, name: str, ok: bool, *, value: Any = None, threshold: Any = None, reason: str = "",
-              repeat: str = "") -> bool:
+    def check(
+        self, name: str, ok: bool, *, value: Any = None, threshold: Any = None, reason: str = "", repeat: str = ""
+    ) -> bool:
         """Register a check that ran; returns `ok`."""
         self._add(Check(name, "pass" if ok else "fail", value, threshold, reason, repeat or self.repeat, self.step))
         return ok
@@ -91,8 +92,15 @@ class Context:
     def _add(self, check: Check) -> None:
         if any(c.name == check.name for c in self.checks):
             raise RuntimeError(f"check {check.name!r} is registered twice")
-        log.log(logging.ERROR if check.status == "fail" else logging.INFO, "check %s: %s, value %s, threshold %s %s",
-                check.name, check.status, check.value, check.threshold, check.reason)
+        log.log(
+            logging.ERROR if check.status == "fail" else logging.INFO,
+            "check %s: %s, value %s, threshold %s %s",
+            check.name,
+            check.status,
+            check.value,
+            check.threshold,
+            check.reason,
+        )
         self.checks.append(check)
 
 
@@ -136,7 +144,7 @@ class Pipeline:
         names = [s.name for s in self.steps]
         if name not in names:
             raise UserError(f"--until {name!r}: expected one of {', '.join(names)}")
-        return Pipeline(self.steps[:names.index(name) + 1], None if name == names[-1] else name)
+        return Pipeline(self.steps[: names.index(name) + 1], None if name == names[-1] else name)
 
     def run(self, context: Context) -> str:
         """Run the steps; returns the verdict. Raises UserError where a step refuses the recipe."""
@@ -161,7 +169,11 @@ class Pipeline:
             context.seconds[step.name] = time.perf_counter() - start
             context.listener.finished(step.name, context.seconds[step.name], context.checks[before:])
         result = verdict(context.checks)
-        return result if self.stops_after is None or result.startswith("failed") else f"not verified (stopped after {self.stops_after})"
+        return (
+            result
+            if self.stops_after is None or result.startswith("failed")
+            else f"not verified (stopped after {self.stops_after})"
+        )
 
     @staticmethod
     def _broke(context: Context, err: Exception) -> None:

@@ -73,12 +73,22 @@ def key(default: Any, doc: str, *, ge: float | None = None, le: float | None = N
 class Model:
     """What is computed: an architecture, its shapes and its weights."""
 
-    family: str = key(MISSING, "architecture family, a name registered in optkit/models; the config's `model_type` must belong to it")
-    config: str = key(MISSING, "shapes: a path to a Hugging Face config.json, or the name of a packaged one (optkit/models/configs)")
-    checkpoint: str | None = key(None, "directory with safetensors files (and index); null = random weights from `seed`")
+    family: str = key(
+        MISSING, "architecture family, a name registered in optkit/models; the config's `model_type` must belong to it"
+    )
+    config: str = key(
+        MISSING, "shapes: a path to a Hugging Face config.json, or the name of a packaged one (optkit/models/configs)"
+    )
+    checkpoint: str | None = key(
+        None, "directory with safetensors files (and index); null = random weights from `seed`"
+    )
     seed: int = key(0, "seed of the random weights", ge=0)
     layers: list[int] | None = key(None, "half-open range [first, last) of layers to build; null = all", ge=0)
-    qk_lora_norm_eps: float | None = key(None, "epsilon of the norms on the low-rank query and KV vectors; null = the family's own (1e-6 for Kimi K3)", ge=0)
+    qk_lora_norm_eps: float | None = key(
+        None,
+        "epsilon of the norms on the low-rank query and KV vectors; null = the family's own (1e-6 for Kimi K3)",
+        ge=0,
+    )
 
 
 @dataclass
@@ -91,7 +101,9 @@ class Hardware:
     smem_kib: int = key(MISSING, "shared memory one CTA may use, KiB", ge=1)
     registers: int = key(MISSING, "32-bit registers of one SM", ge=1)
     memory_gb: float = key(MISSING, "usable device memory of one GPU, GB (1e9 bytes)", ge=0)
-    read_gbs: float = key(MISSING, "read ceiling of device memory, GB/s; the denominator of every bandwidth figure", ge=0)
+    read_gbs: float = key(
+        MISSING, "read ceiling of device memory, GB/s; the denominator of every bandwidth figure", ge=0
+    )
     l2_mb: float = key(MISSING, "L2 cache, MB; weights that fit would flatter a benchmark", ge=0)
     peer_gbs: float = key(MISSING, "link to peer GPUs, GB/s in one direction", ge=0)
     max_gpus_per_node: int = key(MISSING, "GPUs within one peer-to-peer domain: the largest tensor-parallel size", ge=1)
@@ -105,7 +117,10 @@ class Parallel:
     pp: int = key(1, "pipeline stages", ge=1)
     rank: int = key(0, "the tensor-parallel rank that is emitted and run", ge=0)
     stage: int = key(0, "the pipeline stage that is emitted and run", ge=0)
-    peers: Peers = key(Peers.emulated, "who fills the other ranks' mailboxes: `emulated` = this GPU, by a fixed seeded transform of its own partial; `real` = the peer GPUs")
+    peers: Peers = key(
+        Peers.emulated,
+        "who fills the other ranks' mailboxes: `emulated` = this GPU, by a fixed seeded transform of its own partial; `real` = the peer GPUs",
+    )
 
 
 @dataclass
@@ -115,7 +130,9 @@ class Cache:
     block_size: int = key(16, "tokens in one KV block", ge=1)
     kv_dtype: KvDtype = key(KvDtype.bf16, "element type of the KV caches")
     recurrent_dtype: StateDtype = key(StateDtype.f32, "element type of the recurrent states")
-    blocks: int | None = key(None, "KV blocks in the pool; null = just enough for the largest batch at full context", ge=1)
+    blocks: int | None = key(
+        None, "KV blocks in the pool; null = just enough for the largest batch at full context", ge=1
+    )
     slots: int | None = key(None, "recurrent state slots, slot 0 being padding; null = largest batch + 1", ge=2)
 
 
@@ -123,14 +140,18 @@ class Cache:
 class Layout:
     """Weight layout."""
 
-    weights: WeightLayout = key(WeightLayout.in_place, "`in_place`: the kernel reads the slices as vLLM holds them, no second copy")
+    weights: WeightLayout = key(
+        WeightLayout.in_place, "`in_place`: the kernel reads the slices as vLLM holds them, no second copy"
+    )
 
 
 @dataclass
 class Fusion:
     """Named fusions; each can be switched alone."""
 
-    norm_projection: bool = key(True, "norm (and residual mix) recomputed inside each projection task instead of a stage of its own")
+    norm_projection: bool = key(
+        True, "norm (and residual mix) recomputed inside each projection task instead of a stage of its own"
+    )
     packed_projections: bool = key(True, "projections of one input in one stage instead of one stage each")
     gate_up_act: bool = key(True, "activation in the epilogue of the gate and up projections")
     residual_add: bool = key(True, "residual add in the epilogue of the output projections")
@@ -143,7 +164,9 @@ class Overlap:
 
     weight_stream: bool = key(True, "weight tiles queued past the edges a stage still waits for")
     shared_expert_early: bool = key(True, "shared expert computed while the router decides")
-    early_block_stats: bool = key(True, "statistics of saved residual rows computed before the projection that completes the mix")
+    early_block_stats: bool = key(
+        True, "statistics of saved residual rows computed before the projection that completes the mix"
+    )
     ring_slots: int | None = key(None, "weight tiles in flight per SM; null = as many as shared memory holds", ge=2)
 
 
@@ -161,7 +184,11 @@ class Emit:
 
     target: Target = key(Target.megakernel, "one persistent kernel for the whole step")
     line_info: bool = key(True, "line information in the cubin; the audit of compiled code needs it")
-    probe_archs: list[str] = key(["sm_100a", "sm_103a"], "further architectures that one stage is compiled for, as a probe", pattern=r"sm_\d{2,3}a")
+    probe_archs: list[str] = key(
+        ["sm_100a", "sm_103a"],
+        "further architectures that one stage is compiled for, as a probe",
+        pattern=r"sm_\d{2,3}a",
+    )
 
 
 @dataclass
@@ -169,7 +196,9 @@ class Tune:
     """Choices left to measurement."""
 
     sms: int | None = key(None, "SMs the kernel occupies; null = all", ge=1)
-    kv_splits: int | None = key(None, "splits of the KV sequence per attention task; null = by context and SM count", ge=1)
+    kv_splits: int | None = key(
+        None, "splits of the KV sequence per attention task; null = by context and SM count", ge=1
+    )
 
 
 @dataclass
@@ -177,7 +206,9 @@ class Validate:
     """How much numerical evidence a run gathers, and its gates."""
 
     rollout_steps: int = key(64, "steps of the rollout with state carried over", ge=1)
-    rollout_batch: int = key(4, "requests in the rollout; the largest `decode.batch` where that is smaller", ge=1, le=MAX_ROWS)
+    rollout_batch: int = key(
+        4, "requests in the rollout; the largest `decode.batch` where that is smaller", ge=1, le=MAX_ROWS
+    )
     order_seeds: int = key(8, "random task orders executed on the CPU", ge=1)
     order_steps: int = key(2, "steps per task order", ge=1)
     samples: int = key(256, "samples behind the noise band of each stage", ge=1)
@@ -199,16 +230,22 @@ class Export:
     """The artifact."""
 
     vllm: bool = key(True, "write an artifact that vLLM's plugin can load")
-    name: str | None = key(None, "name in the manifest; null = the recipe's name", pattern=r"[A-Za-z0-9][A-Za-z0-9._/-]*")
+    name: str | None = key(
+        None, "name in the manifest; null = the recipe's name", pattern=r"[A-Za-z0-9][A-Za-z0-9._/-]*"
+    )
 
 
 @dataclass
 class Decode:
     """The steps the kernel accepts."""
 
-    batch: list[int] = key(MISSING, "batch sizes, one kernel serves them all; a single number is a one-element list", ge=1, le=MAX_ROWS)
+    batch: list[int] = key(
+        MISSING, "batch sizes, one kernel serves them all; a single number is a one-element list", ge=1, le=MAX_ROWS
+    )
     context: int = key(MISSING, "longest sequence, tokens", ge=1)
-    rows_per_request: int = key(1, "token rows per request in one step (more than 1: uniform verify steps)", ge=1, le=MAX_ROWS)
+    rows_per_request: int = key(
+        1, "token rows per request in one step (more than 1: uniform verify steps)", ge=1, le=MAX_ROWS
+    )
 
 
 @dataclass
@@ -274,7 +311,10 @@ def problems(recipe: Recipe, where: Callable[[str], str], limits: Limits | None 
     if not decode.batch or len(set(decode.batch)) != len(decode.batch):
         bad("decode.batch", "at least one batch size, each once")
     elif largest * decode.rows_per_request > MAX_ROWS:
-        bad("decode.batch", f"batch x decode.rows_per_request <= {MAX_ROWS} rows, got {largest} x {decode.rows_per_request}")
+        bad(
+            "decode.batch",
+            f"batch x decode.rows_per_request <= {MAX_ROWS} rows, got {largest} x {decode.rows_per_request}",
+        )
     if parallel.rank >= parallel.tp:
         bad("parallel.rank", f"a rank below parallel.tp = {parallel.tp}")
     if parallel.stage >= parallel.pp:
@@ -284,7 +324,10 @@ def problems(recipe: Recipe, where: Callable[[str], str], limits: Limits | None 
     if cache.blocks is not None:
         need = largest * -(-decode.context // cache.block_size)
         if cache.blocks < need:
-            bad("cache.blocks", f"at least {need}: batch {largest} x context {decode.context} in blocks of {cache.block_size}")
+            bad(
+                "cache.blocks",
+                f"at least {need}: batch {largest} x context {decode.context} in blocks of {cache.block_size}",
+            )
     if cache.slots is not None and cache.slots <= largest:
         bad("cache.slots", f"at least {largest + 1}: one per request of the largest batch, and slot 0 for padding")
     if recipe.tune.sms is not None and recipe.tune.sms > hw.sms:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,15 @@ from optkit.rundir import RunDir
 log = logging.getLogger("optkit")
 
 
-def run_recipe(resolved: Resolved, *, outputs: Path, folder: Path | None = None, until: str | None = None,
-               plain: bool = False, pipeline: Pipeline | None = None) -> int:
+def run_recipe(
+    resolved: Resolved,
+    *,
+    outputs: Path,
+    folder: Path | None = None,
+    until: str | None = None,
+    plain: bool = False,
+    pipeline: Pipeline | None = None,
+) -> int:
     """Run every step (up to `until`); returns the exit code. Raises UserError where the recipe is refused."""
     line = (pipeline or _line()).until(until)
     if folder is None:
@@ -42,18 +49,34 @@ def run_recipe(resolved: Resolved, *, outputs: Path, folder: Path | None = None,
     display = Display(console)
     context = Context(resolved, run, display)
     status: dict[str, Any] = {
-        "recipe": resolved.name, "target": resolved.target, "overrides": list(resolved.overrides),
-        "digest": resolved.digest, "optkit": optkit.__version__, "status": "running",
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "recipe": resolved.name,
+        "target": resolved.target,
+        "overrides": list(resolved.overrides),
+        "digest": resolved.digest,
+        "optkit": optkit.__version__,
+        "status": "running",
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     start = time.perf_counter()
 
     def end(word: str, **more: Any) -> None:
         counts = {s: sum(c.status == s for c in context.checks) for s in ("pass", "fail", "not_run")}
-        run.json("status.json", {**status, "status": word, "checks": counts, "seconds": round(time.perf_counter() - start, 3),
-                                 "steps": {k: round(v, 3) for k, v in context.seconds.items()}, **more})
+        run.json(
+            "status.json",
+            {
+                **status,
+                "status": word,
+                "checks": counts,
+                "seconds": round(time.perf_counter() - start, 3),
+                "steps": {k: round(v, 3) for k, v in context.seconds.items()},
+                **more,
+            },
+        )
 
-    run.text("recipe.yaml", f"# {resolved.name}, resolved by optkit {optkit.__version__}; digest {resolved.digest}\n" + resolved.yaml())
+    run.text(
+        "recipe.yaml",
+        f"# {resolved.name}, resolved by optkit {optkit.__version__}; digest {resolved.digest}\n" + resolved.yaml(),
+    )
     run.text("overrides.yaml", yaml.safe_dump(list(resolved.overrides)))
     run.json("status.json", status)
     with _log_file(run.path / "log.txt"):
@@ -79,13 +102,23 @@ def run_recipe(resolved: Resolved, *, outputs: Path, folder: Path | None = None,
         if context.errors:
             run.text("error.txt", "\n".join(context.errors))
         elif failed:
-            run.text("error.txt", "".join(f"{c.name}: {c.status}, value {c.value}, threshold {c.threshold} {c.reason}\n"
-                                          for c in context.checks if c.status == "fail"))
+            run.text(
+                "error.txt",
+                "".join(
+                    f"{c.name}: {c.status}, value {c.value}, threshold {c.threshold} {c.reason}\n"
+                    for c in context.checks
+                    if c.status == "fail"
+                ),
+            )
         first = next((f"{c.name}: {c.reason or c.value}" for c in context.checks if c.status == "fail"), "")
         end("failed" if failed else "passed", verdict=result, **({"error": first} if failed else {}))
     if folder is None:
         run.link_latest()
-    shown = [p for name in ("report.html", "evidence.json", "trace.json", "artifact", "error.txt") if (p := run.path / name).exists()]
+    shown = [
+        p
+        for name in ("report.html", "evidence.json", "trace.json", "artifact", "error.txt")
+        if (p := run.path / name).exists()
+    ]
     summary(console, context, result, [_shown(p) for p in (run.path, *shown)])
     return EXIT_FAILED if failed else 0
 

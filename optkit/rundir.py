@@ -11,14 +11,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 
 def utc_stamp(now: datetime | None = None) -> str:
     """`20261130T154500Z`, to the second."""
-    return (now or datetime.now(timezone.utc)).strftime("%Y%m%dT%H%M%SZ")
+    return (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
 
 
 def write_text(path: Path, text: str) -> None:

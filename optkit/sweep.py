@@ -63,12 +63,22 @@ class Job:
 
 def sweep_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """`optkit sweep`; returns 0 if every job passed, 1 otherwise. Raises UserError before any job starts."""
-    parser.add_argument("overrides", nargs="*", metavar="KEY=V1,V2", help="recipe=A,B and any key; several values are swept")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=V1,V2", help="recipe=A,B and any key; several values are swept"
+    )
     parser.add_argument("--launcher", metavar="NAME", help="basic: one after the other; joblib: --jobs at a time")
     parser.add_argument("--jobs", type=int, metavar="N", help="jobs at a time (joblib); default: all CPUs")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with an earlier sweep: jobs that passed are skipped")
+    parser.add_argument(
+        "--resume", type=Path, metavar="DIR", help="go on with an earlier sweep: jobs that passed are skipped"
+    )
     parser.add_argument("--until", metavar="STEP", help="stop every job after this step, e.g. check")
-    parser.add_argument("--outputs", type=Path, default=Path("outputs"), metavar="DIR", help="parent of all run folders (default: outputs)")
+    parser.add_argument(
+        "--outputs",
+        type=Path,
+        default=Path("outputs"),
+        metavar="DIR",
+        help="parent of all run folders (default: outputs)",
+    )
     args = parser.parse_intermixed_args(argv)
     overrides, launcher, parallel = _launcher(args)
     if args.until is not None:
@@ -86,9 +96,26 @@ def sweep_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     else:
         digest = hashlib.sha256("".join(j.digest for j in jobs).encode()).hexdigest()
         folder = unique_folder(args.outputs.absolute() / "sweep", f"{utc_stamp()}-{digest[:6]}")
-        RunDir(folder).json("sweep.json", {"schema": SCHEMA, "optkit": optkit.__version__, "overrides": overrides, "until": until,
-                                           "jobs": [{"index": j.index, "recipe": j.recipe, "overrides": j.overrides, "swept": j.swept,
-                                                     "digest": j.digest, "tree": j.tree} for j in jobs]})
+        RunDir(folder).json(
+            "sweep.json",
+            {
+                "schema": SCHEMA,
+                "optkit": optkit.__version__,
+                "overrides": overrides,
+                "until": until,
+                "jobs": [
+                    {
+                        "index": j.index,
+                        "recipe": j.recipe,
+                        "overrides": j.overrides,
+                        "swept": j.swept,
+                        "digest": j.digest,
+                        "tree": j.tree,
+                    }
+                    for j in jobs
+                ],
+            },
+        )
     console = make_console()
     console.print(f"{len(jobs)} jobs -> {folder}", markup=False)
     rows = _launch(jobs, folder, until, launcher, parallel, console)
@@ -111,11 +138,17 @@ def _launcher(args: argparse.Namespace) -> tuple[list[str], str, int]:
             overrides.append(text)
     name = name or ("joblib" if (number or 1) > 1 else "basic")
     if name not in LAUNCHERS:
-        raise UserError(Problem("hydra/launcher", name, f"one of {', '.join(LAUNCHERS)}", "command line", did_you_mean(name, LAUNCHERS)))
+        raise UserError(
+            Problem(
+                "hydra/launcher", name, f"one of {', '.join(LAUNCHERS)}", "command line", did_you_mean(name, LAUNCHERS)
+            )
+        )
     if number is not None and number < 1 and number != -1:
         raise UserError(Problem("--jobs", number, "at least 1", "command line"))
     if name == "basic" and number not in (None, 1):
-        raise UserError(Problem("--jobs", number, "1 with the basic launcher; --launcher joblib runs several", "command line"))
+        raise UserError(
+            Problem("--jobs", number, "1 with the basic launcher; --launcher joblib runs several", "command line")
+        )
     return overrides, name, 1 if name == "basic" else (number or -1)
 
 
@@ -132,7 +165,9 @@ def expand(overrides: Sequence[str]) -> list[Job]:
         values = list(o.sweep_string_iterator()) if o.is_sweep_override() else None
         if o.key_or_group == "recipe" and o.type.name == "CHANGE":
             if recipes:
-                raise UserError(Problem("recipe", o.get_value_string(), "one recipe=A,B for the whole sweep", "command line"))
+                raise UserError(
+                    Problem("recipe", o.get_value_string(), "one recipe=A,B for the whole sweep", "command line")
+                )
             recipes = [v.strip("'\"") for v in values] if values else [str(o.value())]
             continue
         keys.append([f"{o.key_or_group}={v}" for v in values] if values else [str(o.input_line)])
@@ -172,29 +207,49 @@ def _same(stored: dict[str, Any], jobs: list[Job], folder: Path) -> None:
     """Refuse to resume another sweep than the one that was started, showing the difference."""
     old = stored["jobs"]
     if stored["optkit"] != optkit.__version__:
-        raise UserError(f"--resume {folder}: started by optkit {stored['optkit']}, this is {optkit.__version__}: start a new sweep")
+        raise UserError(
+            f"--resume {folder}: started by optkit {stored['optkit']}, this is {optkit.__version__}: start a new sweep"
+        )
     lines: list[str] = []
-    if [j["recipe"] for j in old] != [j.recipe for j in jobs] or [j["overrides"] for j in old] != [list(j.overrides) for j in jobs]:
-        lines = _diff([f"{j['recipe']} {' '.join(j['overrides'])}" for j in old], [f"{j.recipe} {' '.join(j.overrides)}" for j in jobs], "jobs")
+    if [j["recipe"] for j in old] != [j.recipe for j in jobs] or [j["overrides"] for j in old] != [
+        list(j.overrides) for j in jobs
+    ]:
+        lines = _diff(
+            [f"{j['recipe']} {' '.join(j['overrides'])}" for j in old],
+            [f"{j.recipe} {' '.join(j.overrides)}" for j in jobs],
+            "jobs",
+        )
     else:
         for before, job in zip(old, jobs, strict=True):
             if before["digest"] != job.digest:
                 lines += _diff(_flat(before["tree"]), _flat(job.tree), f"job {job.index}, {job.label}")
     if lines:
-        raise UserError([f"--resume {folder}: the recipe has changed since this sweep was started; start a new sweep", *lines])
+        raise UserError(
+            [f"--resume {folder}: the recipe has changed since this sweep was started; start a new sweep", *lines]
+        )
 
 
 def _flat(tree: dict[str, Any]) -> list[str]:
-    return [f"{group}.{name}: {flow(value)}" for group, section in sorted(tree.items()) for name, value in sorted(section.items())]
+    return [
+        f"{group}.{name}: {flow(value)}"
+        for group, section in sorted(tree.items())
+        for name, value in sorted(section.items())
+    ]
 
 
 def _diff(old: list[str], new: list[str], what: str) -> list[str]:
     return list(difflib.unified_diff(old, new, f"started ({what})", f"now ({what})", lineterm="", n=0))
 
 
-def _launch(jobs: list[Job], folder: Path, until: str | None, launcher: str, parallel: int, console: Console) -> list[dict[str, Any]]:
+def _launch(
+    jobs: list[Job], folder: Path, until: str | None, launcher: str, parallel: int, console: Console
+) -> list[dict[str, Any]]:
     done = itertools.count(1)
-    threads = None if launcher == "basic" else max(1, (os.cpu_count() or 1) // (parallel if parallel > 0 else os.cpu_count() or 1))
+    threads = (
+        None
+        if launcher == "basic"
+        else max(1, (os.cpu_count() or 1) // (parallel if parallel > 0 else os.cpu_count() or 1))
+    )
 
     def one(job: Job) -> dict[str, Any]:
         status = _status(folder / job.folder)
@@ -225,7 +280,9 @@ def _run_job(job: Job, folder: Path, until: str | None, threads: int | None) -> 
     if threads is not None:
         env.setdefault("OMP_NUM_THREADS", str(threads))
     start = time.perf_counter()
-    child = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=env, check=False)
+    child = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=env, check=False
+    )
     seconds = round(time.perf_counter() - start, 3)
     run = RunDir(folder)
     run.text("console.txt", child.stdout)
@@ -233,8 +290,14 @@ def _run_job(job: Job, folder: Path, until: str | None, threads: int | None) -> 
     if status.get("status") in (None, "running"):  # refused before it had a folder, or gone without a word
         refused = child.returncode == 2
         cause = child.stdout.strip() if refused else f"{_exit(child.returncode)}\n{child.stdout[-4000:]}"
-        status = {"recipe": job.recipe, "overrides": list(job.overrides), "digest": job.digest, **status,
-                  "status": "refused" if refused else "crashed", "error": cause}
+        status = {
+            "recipe": job.recipe,
+            "overrides": list(job.overrides),
+            "digest": job.digest,
+            **status,
+            "status": "refused" if refused else "crashed",
+            "error": cause,
+        }
         run.text("error.txt", cause + "\n")
     elif status.get("digest") != job.digest:
         status = {**status, "status": "failed", "error": "the recipe changed while the sweep ran"}
@@ -268,8 +331,17 @@ def _report(rows: list[dict[str, Any]], jobs: list[Job], folder: Path, console: 
     for job, status in zip(jobs, rows, strict=True):
         point = dict(s.partition("=")[::2] for s in job.swept)
         counts = status.get("checks", {})
-        lines.append([job.folder, *(point.get(k, job.recipe) for k in keys), status["status"], status.get("verdict", ""),
-                      f"{status['seconds']:.1f}", *(str(counts.get(c, "")) for c in ("pass", "fail", "not_run")), _first(status)])
+        lines.append(
+            [
+                job.folder,
+                *(point.get(k, job.recipe) for k in keys),
+                status["status"],
+                status.get("verdict", ""),
+                f"{status['seconds']:.1f}",
+                *(str(counts.get(c, "")) for c in ("pass", "fail", "not_run")),
+                _first(status),
+            ]
+        )
     out = io.StringIO()
     csv.writer(out).writerows([head, *lines])
     write_text(folder / "sweep.csv", out.getvalue())
@@ -282,6 +354,8 @@ def _report(rows: list[dict[str, Any]], jobs: list[Job], folder: Path, console: 
     console.print(table)
     bad = [(j, s) for j, s in zip(jobs, rows, strict=True) if s["status"] != "passed"]
     for job, status in bad:
-        console.print(f"{job.folder} {status['status']}: {_first(status)} ({folder / job.folder / 'error.txt'})", markup=False)
+        console.print(
+            f"{job.folder} {status['status']}: {_first(status)} ({folder / job.folder / 'error.txt'})", markup=False
+        )
     console.print(f"{len(jobs) - len(bad)} of {len(jobs)} passed: {folder / 'sweep.csv'}", markup=False)
     return EXIT_FAILED if bad else 0
