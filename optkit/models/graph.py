@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DTYPE_BYTES = {"bf16": 2, "f32": 4, "i32": 4, "i64": 8}
+MX_GROUP = 32
+"""Columns that share one ue8m0 scale in an "mxfp4" weight."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,12 @@ class Weight:
     """One logical weight as one rank holds it.
 
     `source` lists the checkpoint tensors it is made from (without the wrapper prefix, e.g.
-    ``model.layers.3.self_attn.q_proj.weight``); `pack` names the reversible packing that makes the resident
-    tensor from them (see models/packing.py). `shape` is the resident shape on this rank, [out, in] for matrices,
-    [E, out, in] for stacked experts. dtype "mxfp4": two resident tensors, packed uint8 [..., in/2] and ue8m0
-    scales uint8 [..., in/32].
+    ``model.layers.3.self_attn.q_proj.weight``; ``{}`` stands for every index of the stack); `pack` names the
+    reversible packing that makes the resident tensor from them (see models/packing.py) and `pack_args` holds its
+    constants. `shape` is the resident shape on this rank, [out, in] for matrices, [E, out, in] for stacked experts.
+    dtype "mxfp4": two resident tensors, packed uint8 [..., in/2] and ue8m0 scales uint8 [..., in/32]. `shard` is the
+    axis of the resident tensor that is cut into equal parts across the tensor-parallel ranks (-1: every rank holds
+    all of it).
     """
 
     name: str
@@ -42,6 +46,8 @@ class Weight:
     dtype: str
     source: tuple[str, ...]
     pack: str = "plain"
+    shard: int = -1
+    pack_args: tuple[tuple[str, int], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -143,8 +149,9 @@ class Builder:
         self.ops: list[Op] = []
 
     def weight(self, name: str, shape: tuple[int, ...], dtype: str = "bf16", source: tuple[str, ...] | None = None,
-               pack: str = "plain") -> str:
-        self.weights[name] = Weight(name, shape, dtype, source or (name,), pack)
+               pack: str = "plain", shard: int = -1, pack_args: dict[str, int] | None = None) -> str:
+        args = tuple(sorted((pack_args or {}).items()))
+        self.weights[name] = Weight(name, shape, dtype, source or (name,), pack, shard, args)
         return name
 
     def state(self, name: str, kind: str, shape: tuple[int, ...], dtype: str, layer: int) -> str:

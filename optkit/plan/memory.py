@@ -1,0 +1,41 @@
+"""Device bytes per GPU: weights of the rank, paged KV and states at the recipe's batch and context, workspace."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from optkit.models.graph import DTYPE_BYTES, Graph, State
+from optkit.plan.choices import PlanChoices
+from optkit.plan.types import Buffer
+
+
+def state_bytes(s: State, choices: PlanChoices) -> int:
+    """Bytes of one state for `decode.batch` requests of `decode.context` tokens (KV in whole blocks)."""
+    n = DTYPE_BYTES[s.dtype]
+    for d in s.shape:
+        n *= d
+    if s.kind in ("kv", "kv_heads"):
+        n *= ceil(choices.decode.context / choices.cache.block_size) * choices.cache.block_size
+    return n * choices.decode.batch
+
+
+def account(graph: Graph, buffers: tuple[Buffer, ...], choices: PlanChoices) -> tuple[tuple[str, int], ...]:
+    """weights, kv, state, workspace, total, available: bytes on one GPU."""
+    weights = sum(w.nbytes for w in graph.weights)
+    kv = sum(state_bytes(s, choices) for s in graph.states if s.kind in ("kv", "kv_heads"))
+    state = sum(state_bytes(s, choices) for s in graph.states if s.kind not in ("kv", "kv_heads"))
+    work = sum(b.nbytes for b in buffers if b.klass not in ("state", "input"))
+    return (("weights", weights), ("kv", kv), ("state", state), ("workspace", work),
+            ("total", weights + kv + state + work), ("available", choices.hardware.memory))
+
+
+def problems(sizes: tuple[tuple[str, int], ...], graph: Graph, choices: PlanChoices) -> list[str]:
+    """One line if the step does not fit."""
+    s = dict(sizes)
+    if s["total"] <= s["available"]:
+        return []
+    gb = {k: v / 1e9 for k, v in s.items()}
+    d = choices.decode
+    return [f"memory: {graph.name} with parallel.tp = {choices.parallel.tp}, pp = {choices.parallel.pp}: {gb['total']:.1f} GB needed "
+            f"per GPU, {gb['available']:.0f} there on {choices.hardware.name} (weights {gb['weights']:.1f}, KV {gb['kv']:.1f} "
+            f"for decode.batch = {d.batch} x decode.context = {d.context}, state {gb['state']:.1f}, workspace {gb['workspace']:.2f})"]
