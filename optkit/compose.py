@@ -49,7 +49,8 @@ class Layer:
 class Resolved:
     """A recipe with nothing left open.
 
-    `target` is what the user typed. `tree` is the plain nested data (JSON-able); `layers` are all sources, weakest first.
+    `target` is what the user typed. `tree` is the plain nested data (JSON-able); `layers` are all sources, weakest
+    first.
     """
 
     target: str

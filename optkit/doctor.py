@@ -1,4 +1,4 @@
-"""`optkit doctor`: what this machine has, and what follows from what it lacks. Writes nothing, imports nothing heavy."""
+"""`optkit doctor`: what this machine has and what follows from what it lacks. Writes nothing, imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _plugins() -> Iterator[Finding]:
         yield Finding(
             "distribution",
             "problem",
-            f"optkit is installed {len(distributions)} times: {', '.join(str(d.locate_file('')) for d in distributions)}",
+            f"installed {len(distributions)} times: {', '.join(str(d.locate_file('')) for d in distributions)}",
         )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "optkit" not in allowed.split(","):

@@ -9,9 +9,10 @@ results there, and registers checks. A step that finds the input impossible rais
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -67,14 +68,21 @@ class Context:
     step: str = ""
 
     @property
+    def target(self) -> str:
+        """Recipe and overrides as the user typed them."""
+        return " ".join([self.resolved.target, *(shlex.quote(o) for o in self.resolved.overrides)])
+
+    @property
     def repeat(self) -> str:
         """The command that repeats this run."""
-        return " ".join(["optkit run", self.resolved.target, *self.resolved.overrides])
+        return f"optkit run {self.target}"
 
     def check(
         self, name: str, ok: bool, *, value: Any = None, threshold: Any = None, reason: str = "", repeat: str = ""
     ) -> bool:
         """Register a check that ran; returns `ok`."""
+        if not ok and not reason:
+            reason = f"{value} against {threshold}"
         self._add(Check(name, "pass" if ok else "fail", value, threshold, reason, repeat or self.repeat, self.step))
         return ok
 
@@ -83,6 +91,13 @@ class Context:
         if not reason:
             raise ValueError(f"check {name!r}: not_run needs a reason")
         self._add(Check(name, "not_run", None, threshold, reason, repeat or self.repeat, self.step))
+
+    def take(self, checks: Iterable[Any], *, suffix: str = "") -> None:
+        """Register checks that another part made: anything with the fields of a Check. `suffix` is added to names."""
+        for c in checks:
+            self._add(
+                Check(c.name + suffix, c.status, c.value, c.threshold, c.reason, c.repeat or self.repeat, self.step)
+            )
 
     def note(self, text: str) -> None:
         """One line for the user and the log."""

@@ -104,8 +104,10 @@ class Hardware:
     read_gbs: float = key(
         MISSING, "read ceiling of device memory, GB/s; the denominator of every bandwidth figure", ge=0
     )
-    l2_mb: float = key(MISSING, "L2 cache, MB; weights that fit would flatter a benchmark", ge=0)
-    peer_gbs: float = key(MISSING, "link to peer GPUs, GB/s in one direction", ge=0)
+    tflops: float = key(MISSING, "dense bf16 matrix products, TFLOP/s, for the cost model", ge=0)
+    hop_us: float = key(MISSING, "one counter edge between SMs: release, acquire and re-read of the data, µs", ge=0)
+    tagged_hop_us: float = key(MISSING, "the same with tagged words, µs", ge=0)
+    exchange_us: float = key(MISSING, "one exchange with a peer GPU through mailboxes, µs", ge=0)
     max_gpus_per_node: int = key(MISSING, "GPUs within one peer-to-peer domain: the largest tensor-parallel size", ge=1)
 
 
@@ -119,7 +121,8 @@ class Parallel:
     stage: int = key(0, "the pipeline stage that is emitted and run", ge=0)
     peers: Peers = key(
         Peers.emulated,
-        "who fills the other ranks' mailboxes: `emulated` = this GPU, by a fixed seeded transform of its own partial; `real` = the peer GPUs",
+        "who fills the other ranks' mailboxes: `emulated` = this GPU, by a fixed seeded transform of its own partial; "
+        "`real` = the peer GPUs",
     )
 
 
