@@ -142,16 +142,16 @@ def test_pipeline_stages_equal_the_whole(name: str, cut: int, request: pytest.Fi
     cut = min(cut, model.config.num_layers - 1)
     first, second = model.build(layers=(0, cut)), model.build(layers=(cut, model.config.num_layers))
     ids = tokens(2, 2)
-    whole = rollout(model.graph, model.weights, ids)
+    whole = rollout(model.graph, model.exact, ids)
     state = caches(model.graph, 2)
     for i, token in enumerate(ids):
         inputs = step_inputs(token, i)
-        a = interpret.run(first, model.weights, inputs, state)
+        a = interpret.run(first, model.exact, inputs, state)
         carried = [n for n in second.inputs if n.startswith("in.")]
         assert len(carried) == len(first.outputs)
         for theirs, ours in zip(carried, first.outputs, strict=True):
             inputs[theirs] = a[ours]
-        out = interpret.run(second, model.weights, inputs, state)["logits"]
+        out = interpret.run(second, model.exact, inputs, state)["logits"]
         assert torch.equal(out, whole[i]["logits"])
 
 
@@ -164,7 +164,7 @@ def test_real_ranks_equal_the_whole(name: str, tmp_path: Path) -> None:
     weights = [checkpoint.load(path, g) for g in graphs]
     state = [caches(g, 2) for g in graphs]
     ids = tokens(2, 2)
-    for i, (token, whole) in enumerate(zip(ids, rollout(model.graph, model.weights, ids), strict=True)):
+    for i, (token, whole) in enumerate(zip(ids, rollout(model.graph, model.exact, ids), strict=True)):
         out = interpret.run_ranks(graphs, weights, step_inputs(token, i), state)
         logits = torch.cat([o["logits"] for o in out], -1)
         assert rel(logits, whole["logits"]) < 1e-11
