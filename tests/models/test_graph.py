@@ -211,6 +211,8 @@ def broken(**changes: Any) -> dict[str, Any]:
         ({"model_type": "kimi_k2"}, "model_type: 'kimi_k2'.*did you mean kimi_k3"),
         ({}, "model_type: None"),
         (broken(hidden_size="1024"), "hidden_size: '1024': expected an integer"),
+        ({"model_type": "kimi_k3"}, "^config.json: text_config: missing: expected a mapping$"),
+        (broken(linear_attn_config=3), "^config.json: text_config: linear_attn_config: 3: expected a mapping$"),
         (broken(hidden_act="silu"), "hidden_act: 'silu': expected 'situ'"),
         (broken(mla_use_nope=False), "mla_use_nope: False"),
         (broken(num_hidden_layers=8), r"full_attn_layers \+ kda_layers"),
