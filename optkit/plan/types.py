@@ -24,6 +24,21 @@ MECHANISMS = ("same_sm", "counter", "tagged", "grid_barrier", "peer_mailbox", "p
 """`program`: both ends are the same task chain on one SM in stage order and on one thread; needs no instruction."""
 
 
+class Record(dict[str, Any]):
+    """A read-only, hashable mapping: the nested groups inside `Stage.params` (a part of a packed stage, a prologue)."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items())))
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("a Record is read-only; make a new one: Record(old, key=value)")
+
+    __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = __ior__ = _refuse  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Record, (dict(self),)
+
+
 @dataclass(frozen=True)
 class Buffer:
     """One named region of device memory, [rows, width] per copy.
@@ -31,7 +46,8 @@ class Buffer:
     `layout` "plain" = row-major elements of `dtype`; "tagged" = 16-byte words of 8 payload bytes (4 bf16 or 2 f32)
     and a 64-bit tag (epoch << 16 | writing stage index + 1), so a reader polls the data itself. Buffers of class
     `state` and `input` belong to vLLM and are bound at run time (`rows` = request slots, `width` informative).
-    `ranks` > 0 only for mailboxes: [ranks, rows, width], slot p filled by rank p.
+    `ranks` > 0 only for mailboxes: [ranks, rows, width], slot p filled by rank p; `copies` > 1: copy epoch % copies is
+    in use (real peers may run one step ahead of a slow reader).
     """
 
     name: str
@@ -41,11 +57,12 @@ class Buffer:
     width: int
     layout: str = "plain"
     ranks: int = 0
+    copies: int = 1
 
     @property
     def nbytes(self) -> int:
         item = {"bf16": 2, "f32": 4, "i32": 4, "i64": 8}[self.dtype]
-        n = max(self.ranks, 1) * self.rows * self.width * item
+        n = self.copies * max(self.ranks, 1) * self.rows * self.width * item
         return 2 * n if self.layout == "tagged" else n
 
 
@@ -59,6 +76,7 @@ class Access:
     `rows` "all" | "unit" says which rows; columns are [base + j * step, base + j * step + span) clipped to the
     buffer's width; step 0 = the same columns for every unit. `span` 0 = whole width from `base`.
     `ranks` "own" | "all": which mailbox slots (emulated peers write all of them).
+    `by` names an index value: the columns depend on its elements; units are disjoint only by its `partition` fact.
     """
 
     buffer: str
@@ -68,6 +86,17 @@ class Access:
     span: int = 0
     first: int = 0
     count: int = 0  # 0 = all units
+    ranks: str = "all"
+    by: str = ""
+
+    def applies(self, unit: int) -> bool:
+        """Whether this unit makes the access."""
+        return self.count == 0 or self.first <= unit < self.first + self.count
+
+    def columns(self, j: int, width: int) -> tuple[int, int]:
+        """Half-open column range of column part `j` in a buffer of `width` columns."""
+        lo = min(self.base + j * self.step, width)
+        return lo, min(lo + self.span, width) if self.span else width
 
 
 @dataclass(frozen=True)
@@ -78,6 +107,8 @@ class Stream:
     the stream to the units of one part. `index` names the value whose elements choose the expert (routed weights):
     then the tiles may be queued only after that value's edge; otherwise ("static") they may be queued before any
     edge, as far ahead as the ring is deep, when the overlap `weight_stream` is on.
+    `weight2`: the second half of a tile's rows comes from this weight (gate | up). `repeat`: the unit pulls its tiles
+    once for each of at most so many elements of `index`. The last tile of a row may be narrower than `chunk`.
     """
 
     weight: str
@@ -88,6 +119,8 @@ class Stream:
     first: int = 0
     count: int = 0
     index: str = ""
+    weight2: str = ""
+    repeat: int = 1
 
 
 @dataclass(frozen=True)
@@ -110,8 +143,12 @@ class Stage:
     smem: int = 0  # bytes of shared memory beside the ring
     regs: int = 0  # declared register ceiling of the body, per thread
 
+    @cached_property
+    def _param(self) -> dict[str, Any]:
+        return dict(self.params)
+
     def param(self, key: str, default: Any = None) -> Any:
-        return dict(self.params).get(key, default)
+        return self._param.get(key, default)
 
     def units_of(self, task: int) -> range:
         """The units of one task, in execution order."""
@@ -121,6 +158,10 @@ class Stage:
 
     def sm_of(self, task: int, sms: int) -> int:
         return (self.first_sm + task) % sms
+
+    def column_part(self, unit: int, first: int = 0) -> int:
+        """The column part j of a unit (see Access)."""
+        return unit % (self.units // self.row_units) if self.row_units > 1 else unit - first
 
 
 @dataclass(frozen=True)
