@@ -11,24 +11,32 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import subprocess
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from optkit.bench.names import name
 from optkit.export.launch import GpuRunner, LaunchFacts, Module
 from optkit.models.families import family_of
 from optkit.models.graph import Graph
 from optkit.models.random_weights import random_weights
 from optkit.plan.compress import from_json
 from optkit.plan.types import Plan
-from optkit.validate.check import Check, check
+from optkit.validate.check import Check, Numerics, check
+from optkit.validate.gates import MIN_SAMPLES
 from optkit.validate.orders import run_bits, same_bits
 from optkit.validate.per_stage import per_stage
 from optkit.validate.rollout import rollout
 from optkit.validate.scenario import Scenario
+
+
+REGISTERS = 224
+"""288 threads x 224 = 64512 of 65536 registers."""
 
 
 def build_graph(model: dict[str, Any]) -> Graph:
@@ -68,68 +76,73 @@ class Bench:
         return Scenario(self.graph, batch, steps, device=self.device, **kw)
 
 
-def renamed(checks: list[Check], suffix: str) -> list[Check]:
-    """Checks with a suffix that says how they were run."""
-    return [Check(f"hardware.{c.name}{suffix}", c.status, c.value, c.threshold, c.reason, c.repeat) for c in checks]
-
-
 def measure(run: Path, batches: list[int], steps: int, stage_batch: list[int], stage_steps: int, launches: int,
-            starts: tuple[int, ...] = ()) -> dict[str, Any]:
-    """All checks of one run directory as a JSON-able record."""
+            command: str) -> dict[str, Any]:
+    """All checks of one run directory: a hardware record ("optkit-hardware/1") that `optkit evidence merge` takes."""
     begun = time.time()
     bench = Bench(run)
-    command = f"python -m optkit.bench.hardware {run.name}"
-    checks: list[Check] = [
-        check("hardware.registers", bench.module.local_bytes == 0, bench.module.registers, 224,
-              f"{bench.module.local_bytes} bytes of local memory", command)]
+    checks: list[Check] = []
     numerics: list[dict[str, Any]] = []
 
-    def attempt(name: str, fn: Any) -> None:
+    def attempt(names: tuple[str, ...], batch: int | None, fn: Callable[[], tuple[list[Check], list[Numerics]]]) -> None:
         at = time.time()
         try:
             got, rows = fn()
         except Exception as e:  # every kind of failure is a result here: the rest of the table must still be made
-            got, rows = [check(name, False, None, None, f"{type(e).__name__}: {e}", command)], []
-        checks.extend(renamed(got, f" {name}"))
-        numerics.extend({**asdict(r), "run": name} for r in rows)
+            got, rows = [check(n, False, None, None, f"{type(e).__name__}: {e}") for n in names], []
         for c in got:
-            print(f"  {c.status:4} {c.name:22} {name:12} {c.value!s:>10} / {c.threshold!s:<6} {c.reason[:300]} ({time.time() - at:.1f} s)",
-                  flush=True)
+            checks.append(replace(c, name=name(c.name, batch), repeat=command))
+            print(f"  {c.status:4} {checks[-1].name:36} {c.value!s:>10} / {c.threshold!s:<8} {c.reason[:200]} "
+                  f"({time.time() - at:.1f} s)", flush=True)
+        numerics.extend({**asdict(r), "stage": f"{r.stage}@batch{batch}"} for r in rows)
 
-    def stages(batch: int) -> Any:
-        s = bench.scenario(batch, stage_steps, starts=starts[:batch])
+    def stages(batch: int) -> tuple[list[Check], list[Numerics]]:
+        s = bench.scenario(batch, stage_steps)
         return per_stage(bench.runner(s), bench.graph, bench.weights, s, command)
 
-    def roll(batch: int) -> Any:
-        s = bench.scenario(batch, steps, starts=starts[:batch])
+    def roll(batch: int) -> tuple[list[Check], list[Numerics]]:
+        s = bench.scenario(batch, max(steps, -(-MIN_SAMPLES // batch)))
         return rollout(bench.runner(s), bench.graph, bench.weights, s, command)
 
-    def bits(batch: int) -> Any:
-        s = bench.scenario(batch, 4, starts=starts[:batch])
+    def bits(batch: int) -> tuple[list[Check], list[Numerics]]:
+        s = bench.scenario(batch, 4)
         runner = bench.runner(s)
         want = run_bits(runner, s)
-        bad = sum(not same_bits(run_bits(runner, s), want) for _ in range(max(launches // 4, 1)))
-        return [check("repeat.bits", bad == 0, bad, 0, f"{max(launches // 4, 1)} repetitions of 4 steps", command)], []
+        n = -(-launches // s.steps)
+        bad = sum(not same_bits(run_bits(runner, s), want) for _ in range(n))
+        return [check("repeat.bits", bad == 0, bad, 0, f"{n} repetitions of {s.steps} launches, outputs and caches")], []
 
-    print(f"{run.name}: plan {bench.plan.name}, {len(bench.plan.stages)} stages, {bench.module.registers} registers", flush=True)
+    m = bench.module
+    print(f"{run}: plan {bench.plan.name}, {len(bench.plan.stages)} stages, {m.registers} registers", flush=True)
+    attempt(("registers",), None, lambda: ([check("registers", m.local_bytes == 0 and m.registers <= REGISTERS, m.registers,
+                                                  REGISTERS, f"{m.local_bytes} bytes of local memory a thread")], []))
     for b in stage_batch:
-        attempt(f"batch {b}", lambda b=b: stages(b))
+        attempt(("numerics.per_stage", "numerics.exact"), b, lambda b=b: stages(b))  # type: ignore[misc]
     for b in batches:
-        attempt(f"batch {b}", lambda b=b: roll(b))
-    attempt(f"batch {batches[-1]}", lambda: bits(batches[-1]))
-    p = torch.cuda.get_device_properties(0)
-    return {"run": run.name, "plan": bench.plan.name, "plan_digest": bench.plan.digest, "cubin_sha256": bench.sha256,
-            "checks": [c.as_dict() for c in checks], "numerics": numerics,
-            "provenance": {"gpu": p.name, "sms": p.multi_processor_count, "torch": torch.__version__,
-                           "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begun)), "seconds": round(time.time() - begun, 1),
-                           "peers": dict(bench.plan.parallel)["peers"] if dict(bench.plan.parallel)["tp"] > 1 else "none"}}
+        attempt(("rollout.logits", "rollout.choices"), b, lambda b=b: roll(b))  # type: ignore[misc]
+    attempt(("repeat.bits",), batches[-1], lambda: bits(batches[-1]))
+    return {"schema": "optkit-hardware/1", "cubin_sha256": bench.sha256, "gpu": torch.cuda.get_device_name(0),
+            "driver": driver_version(), "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begun)), "command": command,
+            "versions": {"torch": torch.__version__, "plan": bench.plan.digest,
+                         "peers": dict(bench.plan.parallel)["peers"] if dict(bench.plan.parallel)["tp"] > 1 else "none"},
+            "checks": [c.as_dict() for c in checks], "numerics": numerics}
+
+
+def driver_version() -> str:
+    """Version of the display driver."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        found = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
+                               text=True, check=False)
+        return found.stdout.strip().splitlines()[0] if found.returncode == 0 and found.stdout.strip() else "unknown"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; exit 1 if a check failed."""
     parser = argparse.ArgumentParser(prog="python -m optkit.bench.hardware", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, help="run directories (model.json and artifact/)")
-    parser.add_argument("--out", type=Path, required=True, help="where the JSON results go")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results, one JSON file a run")
     parser.add_argument("--batches", default="1,2,4,8", help="batch sizes of the rollouts")
     parser.add_argument("--steps", type=int, default=64, help="steps of a rollout")
     parser.add_argument("--stage-batches", default="8", help="batch sizes of the teacher-forced checks")
@@ -137,13 +150,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--launches", type=int, default=100, help="repeated launches that must give the same bits")
     args = parser.parse_args(argv)
     numbers = [[int(x) for x in s.split(",") if x] for s in (args.batches, args.stage_batches)]
-    results = [measure(run, numbers[0], args.steps, numbers[1], args.stage_steps, args.launches) for run in args.runs]
-    tmp = args.out.with_suffix(".tmp")
-    tmp.write_text(json.dumps(results, indent=1))
-    tmp.replace(args.out)
-    failed = sum(c["status"] == "fail" for r in results for c in r["checks"])
-    total = sum(len(r["checks"]) for r in results)
-    print(f"{total - failed} of {total} checks passed; {args.out}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    failed = total = 0
+    for run in args.runs:
+        command = (f"python -m optkit.bench.hardware {run} --batches {args.batches} --steps {args.steps} --stage-batches "
+                   f"{args.stage_batches} --stage-steps {args.stage_steps} --launches {args.launches} --out {args.out}")
+        record = measure(run, numbers[0], args.steps, numbers[1], args.stage_steps, args.launches, command)
+        path = args.out / f"{'-'.join(run.parts[-3:-1]) or run.name}.json".lstrip("-")
+        tmp = path.with_suffix(".tmp")
+        tmp.write_text(json.dumps(record, indent=1) + "\n")
+        tmp.replace(path)
+        bad = sum(c["status"] == "fail" for c in record["checks"])
+        failed, total = failed + bad, total + len(record["checks"])
+        print(f"{run}: {len(record['checks']) - bad} of {len(record['checks'])} checks passed; {path}")
     return 1 if failed else 0
 
 

@@ -18,6 +18,7 @@ from optkit.emit.lower import bodies_of, x_bytes
 from optkit.plan.types import Plan
 
 KERNEL_PREFIX = "optkit_decode"
+PARAMS = (("table", 0, 8), ("rt", 8, 8), ("n", 16, 4), ("lo", 20, 4), ("hi", 24, 4))
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Kernel:
     cubin: bytes
     ptx: str
     seconds: float
+
+    @property
+    def params(self) -> tuple[tuple[str, int, int], ...]:
+        """(name, byte offset, size) of the kernel's parameters, as megakernel.py declares them."""
+        return PARAMS
 
     @property
     def sha256(self) -> str:
