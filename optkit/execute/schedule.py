@@ -12,15 +12,19 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from optkit.execute.memory import ExecutionError, memo, touched
 from optkit.plan.types import Edge, Plan
 
-POLICIES = ("inverted", "greedy", "reverse")
+POLICIES = ("inverted", "greedy")
 """Adversarial policies: `inverted` runs the latest ready stage first, `greedy` lets one SM run as far as it can before
-any other moves, `reverse` serves the highest SM first."""
+any other moves, one task at a time."""
+ALONE = 0.25
+"""Share of picks of a random order that run one task alone; the others take a random part of the ready tasks of the same
+stage along, back to back in one call (a tiny K3 step has 6936 tasks)."""
 
 
 class Deadlock(ExecutionError):
@@ -80,7 +84,10 @@ def _tagged_sources(plan: Plan, edge: Edge, rows: int) -> tuple[frozenset[int], 
 
 
 class Scheduler:
-    """Yields tasks of stages [first, last) one by one; the caller runs each before asking for the next.
+    """Yields groups of tasks of one stage among [first, last); the caller runs each group before asking for the next.
+
+    Tasks of a group are all ready and independent of each other: running them together is one of the orders in which
+    they run back to back.
 
     order: an int seeds a random order, a name of POLICIES picks an adversarial one.
     """
@@ -109,26 +116,33 @@ class Scheduler:
                 return edge
         return None
 
-    def _pick(self, ready: dict[int, Task], previous: int) -> Task:
-        if isinstance(self.order, int):
-            return ready[self.random.choice(list(ready))]
+    def _pick(self, ready: dict[int, Task], previous: int) -> list[Task]:
+        """The tasks to run next, all of one stage."""
+        if self.order == "greedy":
+            return [ready.get(previous) or ready[min(ready)]]
         if self.order == "inverted":
-            return max(ready.values(), key=lambda t: (t.stage, t.sm))
-        if self.order == "reverse":
-            return ready[max(ready)]
-        return ready.get(previous) or ready[min(ready)]
+            stage = max(t.stage for t in ready.values())
+            return [t for t in ready.values() if t.stage == stage]
+        chosen = ready[self.random.choice(list(ready))]
+        if self.random.random() < ALONE:
+            return [chosen]
+        share = self.random.random()
+        return [t for t in ready.values() if t is chosen or t.stage == chosen.stage and self.random.random() < share]
 
-    def __iter__(self) -> Iterator[Task]:
+    def __iter__(self) -> Iterator[list[Task]]:
         queues = [iter(p) for p in programs(self.plan, self.first, self.last)]
         ready: dict[int, Task] = {}
-        parked: dict[int, list[Task]] = {}  # source stage -> blocked heads (-1: grid barriers)
+        # blocked heads by source stage, and when to look again: a counter or barrier opens only once, when its stage (or
+        # all stages up to it) is complete; tagged words open task by task
+        parked: dict[tuple[str, int], list[Task]] = {}
 
         def settle(task: Task) -> None:
             edge = self.blocking(task)
             if edge is None:
                 ready[task.sm] = task
             else:
-                parked.setdefault(-1 if edge.mechanism == "grid_barrier" else edge.src, []).append(task)
+                when = edge.mechanism if edge.mechanism in ("counter", "grid_barrier") else "tagged"
+                parked.setdefault((when, edge.src), []).append(task)
 
         for queue in queues:
             head = next(queue, None)
@@ -136,19 +150,21 @@ class Scheduler:
                 settle(head)
         previous = -1
         while ready:
-            task = self._pick(ready, previous)
-            del ready[task.sm]
-            yield task
-            previous = task.sm
-            self.done[task.stage].add(task.index)
-            wake = parked.pop(task.stage, [])
-            before = self.prefix
+            group = self._pick(ready, previous)
+            yield group
+            stage, heads = group[0].stage, []
+            for task in group:
+                del ready[task.sm]
+                self.done[stage].add(task.index)
+                heads += list(islice(queues[task.sm], 1))
+                previous = task.sm
+            wake = parked.pop(("tagged", stage), [])
+            if len(self.done[stage]) == self.plan.stages[stage].tasks:
+                wake += parked.pop(("counter", stage), [])
             while self.prefix < self.last and len(self.done[self.prefix]) == self.plan.stages[self.prefix].tasks:
+                wake += parked.pop(("grid_barrier", self.prefix), [])
                 self.prefix += 1
-            if self.prefix != before:
-                wake += parked.pop(-1, [])
-            head = next(queues[task.sm], None)
-            for blocked in [*wake, *([head] if head is not None else [])]:
+            for blocked in (*wake, *heads):
                 settle(blocked)
         if parked:
             raise Deadlock(self._report([t for tasks in parked.values() for t in tasks]))

@@ -20,12 +20,12 @@ from optkit.execute.memory import DTYPES
 from optkit.execute.runner import StageRunner
 from optkit.models import interpret
 from optkit.models.graph import Graph
-from optkit.models.ops import ChoiceError, Choices, StateTensor, WeightTensor
+from optkit.models.ops import ChoiceError, Choices, StateTensor
 from optkit.models.ops.attnres import block_statistics
 from optkit.plan.types import Plan, Stage
 from optkit.validate.check import Check, Numerics, check
 from optkit.validate.gates import FLOOR, MAX_FACTOR, MEDIAN_FACTOR, MIN_SAMPLES, judge, row_errors
-from optkit.validate.reference import active_rows, run_ops, state_rows
+from optkit.validate.reference import AnyWeights, active_rows, reference_weights, run_ops, state_rows
 from optkit.validate.scenario import Scenario, tensors, upcast
 
 TIE = 1e-5
@@ -87,12 +87,12 @@ class TeacherForced:
     a gated activation by rows that drive single up-projections far out. See PROBES.
     """
 
-    def __init__(self, runner: StageRunner, graph: Graph, weights: Mapping[str, WeightTensor], scenario: Scenario,
+    def __init__(self, runner: StageRunner, graph: Graph, weights: AnyWeights, scenario: Scenario,
                  scale: float = 1.0, align: bool = False) -> None:
         self.runner, self.graph, self.scenario, self.scale, self.align = runner, graph, scenario, scale, align
         self.plan: Plan = runner.plan
-        self.w64 = interpret.cast_weights(graph, weights, "f64")
-        self.w32 = interpret.cast_weights(graph, weights, "bf16")
+        both = reference_weights(graph, weights)
+        self.w64, self.w32 = both.f64, both.bf16
         self.io = contents(self.plan, graph)
         self.first_user: dict[str, str] = {}
         for op in graph.ops:
@@ -275,7 +275,7 @@ PROBES = (("small", 2.0**-12, False), ("large", 8.0, True))
 go as eps^-1/2; times 8, or aligned with an up row, activations reach the linear clip (25)."""
 
 
-def per_stage(runner: StageRunner, graph: Graph, weights: Mapping[str, WeightTensor], scenario: Scenario,
+def per_stage(runner: StageRunner, graph: Graph, weights: AnyWeights, scenario: Scenario,
               samples: int = MIN_SAMPLES, repeat: str = "") -> tuple[list[Check], list[Numerics]]:
     """Teacher-forced gates over the steps of `scenario`; a stage is left out once its outputs have `samples` samples.
 
@@ -283,6 +283,7 @@ def per_stage(runner: StageRunner, graph: Graph, weights: Mapping[str, WeightTen
     the band), "numerics.probes" (maxima within the band on the inputs of PROBES) and "numerics.exact" (choices, tables,
     state of other requests), and one Numerics row per output.
     """
+    weights = reference_weights(graph, weights)
     forced = TeacherForced(runner, graph, weights, scenario)
     caches64 = scenario.caches("f64")
     probes: dict[str, Samples] = {}

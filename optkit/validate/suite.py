@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,12 +10,13 @@ import torch
 from optkit.execute.executor import Executor
 from optkit.execute.runner import StageRunner
 from optkit.models.graph import Graph
-from optkit.models.ops import StateTensor, WeightTensor
+from optkit.models.ops import StateTensor
 from optkit.validate.boundaries import boundaries, cases
 from optkit.validate.check import Check, Numerics
 from optkit.validate.gates import MIN_SAMPLES
 from optkit.validate.orders import orders, repeat
 from optkit.validate.per_stage import per_stage
+from optkit.validate.reference import AnyWeights, reference_weights
 from optkit.validate.rollout import rollout
 from optkit.validate.scenario import Scenario
 
@@ -56,13 +57,14 @@ def make(graph: Graph, block_size: int = 16, device: torch.device | str = "cpu",
                  cases(graph, block_size, blocks, slots, device))
 
 
-def validate(runner: StageRunner, weights: Mapping[str, WeightTensor], suite: Suite, command: str = "",
+def validate(runner: StageRunner, weights: AnyWeights, suite: Suite, command: str = "",
              progress: Callable[[str], None] = lambda _: None) -> tuple[list[Check], list[Numerics]]:
     """Every check; task orders only for the CPU executor (a GPU's order is its own).
 
     `command` is the command that repeats the run, for the records; `progress` is told what starts.
     """
     graph = suite.graph
+    weights = reference_weights(graph, weights)
     progress("stages, teacher-forced")
     checks, numerics = per_stage(runner, graph, weights, suite.per_stage, repeat=command)
     progress("rollout")
