@@ -1,10 +1,10 @@
 """Task orders that the Plan's edges and the per-SM program order allow, chosen to hurt.
 
 An SM runs its tasks in stage order and blocks at the first one whose waits are not satisfied, exactly as the
-persistent kernel does. `counter` waits for every task of the source stage, `grid_barrier` for every task of all stages
-up to the source, `tagged` and `peer_mailbox` only for the tasks that write words the reader reads (of active rows);
-`same_sm` and `program` wait for nothing: program order alone must do, and the tag checks of `memory` see when it does
-not.
+persistent kernel does. `counter` waits for every task of the source stage; so does `grid_barrier` here, which really
+waits for more: a plan must be right without that. `tagged` and `peer_mailbox` wait only for the tasks that write words
+the reader reads (of active rows); `same_sm` and `program` for nothing: program order alone must do, and the tag checks
+of `memory` see when it does not.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from optkit.plan.types import Edge, Plan
 POLICIES = ("inverted", "greedy")
 """Adversarial policies: `inverted` runs the latest ready stage first, `greedy` lets one SM run as far as it can before
 any other moves, one task at a time."""
+COMPLETE = ("counter", "grid_barrier")
 ALONE = 0.25
 """Share of picks of a random order that run one task alone; the others take a random part of the ready tasks of the same
 stage along, back to back in one call (a tiny K3 step has 6936 tasks)."""
@@ -98,7 +99,6 @@ class Scheduler:
         self.plan, self.rows, self.order = plan, rows, order
         self.first, self.last = first, len(plan.stages) if last is None else last
         self.done: list[set[int]] = [set() for _ in plan.stages]
-        self.prefix = first  # stages before this one are complete
         self.random = random.Random(order if isinstance(order, int) else 0)
 
     def blocking(self, task: Task) -> Edge | None:
@@ -106,9 +106,7 @@ class Scheduler:
         for edge in self.plan.waits[task.stage]:
             if edge.src < self.first or edge.mechanism in ("same_sm", "program"):
                 continue
-            if edge.mechanism == "grid_barrier":
-                ready = self.prefix > edge.src
-            elif edge.mechanism == "counter":
+            if edge.mechanism in COMPLETE:
                 ready = len(self.done[edge.src]) == self.plan.stages[edge.src].tasks
             else:
                 ready = tagged_sources(self.plan, edge, self.rows)[task.index] <= self.done[edge.src]
@@ -132,17 +130,16 @@ class Scheduler:
     def __iter__(self) -> Iterator[list[Task]]:
         queues = [iter(p) for p in programs(self.plan, self.first, self.last)]
         ready: dict[int, Task] = {}
-        # blocked heads by source stage, and when to look again: a counter or barrier opens only once, when its stage (or
-        # all stages up to it) is complete; tagged words open task by task
-        parked: dict[tuple[str, int], list[Task]] = {}
+        # blocked heads by (needs all of it, source stage): a counter opens once, when its stage is complete; tagged words
+        # open task by task
+        parked: dict[tuple[bool, int], list[Task]] = {}
 
         def settle(task: Task) -> None:
             edge = self.blocking(task)
             if edge is None:
                 ready[task.sm] = task
             else:
-                when = edge.mechanism if edge.mechanism in ("counter", "grid_barrier") else "tagged"
-                parked.setdefault((when, edge.src), []).append(task)
+                parked.setdefault((edge.mechanism in COMPLETE, edge.src), []).append(task)
 
         for queue in queues:
             head = next(queue, None)
@@ -158,12 +155,9 @@ class Scheduler:
                 self.done[stage].add(task.index)
                 heads += list(islice(queues[task.sm], 1))
                 previous = task.sm
-            wake = parked.pop(("tagged", stage), [])
+            wake = parked.pop((False, stage), [])
             if len(self.done[stage]) == self.plan.stages[stage].tasks:
-                wake += parked.pop(("counter", stage), [])
-            while self.prefix < self.last and len(self.done[self.prefix]) == self.plan.stages[self.prefix].tasks:
-                wake += parked.pop(("grid_barrier", self.prefix), [])
-                self.prefix += 1
+                wake += parked.pop((True, stage), [])
             for blocked in (*wake, *heads):
                 settle(blocked)
         if parked:

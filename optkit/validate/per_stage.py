@@ -276,7 +276,7 @@ go as eps^-1/2; times 8, or aligned with an up row, activations reach the linear
 
 
 def per_stage(runner: StageRunner, graph: Graph, weights: AnyWeights, scenario: Scenario,
-              samples: int = MIN_SAMPLES, repeat: str = "") -> tuple[list[Check], list[Numerics]]:
+              repeat: str = "", samples: int = MIN_SAMPLES) -> tuple[list[Check], list[Numerics]]:
     """Teacher-forced gates over the steps of `scenario`; a stage is left out once its outputs have `samples` samples.
 
     An output made once a step needs rows x steps >= 256. Returns the checks "numerics.per_stage" (all outputs within
