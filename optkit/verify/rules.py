@@ -177,8 +177,9 @@ def shared_memory(plan: Plan) -> tuple[list[str], int, int | None]:
         return ["hardware.smem is missing from the Plan"], need, None
     if need <= have:
         return [], need, have
-    return [f"ring {plan.ring_slots} x {plan.ring_slot_bytes} + {worst.name} {worst.smem} + fixed {FIXED_SMEM} = {need} bytes, "
-            f"the GPU gives a CTA {have}"], need, have
+    line = (f"ring {plan.ring_slots} x {plan.ring_slot_bytes} + {worst.name} {worst.smem} + fixed {FIXED_SMEM} = {need} bytes, "
+            f"the GPU gives a CTA {have}")
+    return [line], need, have
 
 
 def registers(plan: Plan) -> tuple[list[str], int, int | None]:
