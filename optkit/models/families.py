@@ -28,6 +28,11 @@ def family_of(config_json: Mapping[str, Any]) -> ModuleType:
     raise ConfigError(f"config.json: model_type: {model_type!r}: expected one of {', '.join(FAMILIES)}{hint}")
 
 
+def module_of(config: Any) -> ModuleType:
+    """The module whose Config `config` is."""
+    return next(module for module in FAMILIES.values() if isinstance(config, module.Config))
+
+
 def config_names() -> tuple[str, ...]:
     """Names of the configurations that ship with the package."""
     files = resources.files("optkit.models").joinpath("configs").iterdir()

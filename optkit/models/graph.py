@@ -33,11 +33,12 @@ class Weight:
     """One logical weight as one rank holds it.
 
     `source` lists the checkpoint tensors it is made from (without the wrapper prefix, e.g.
-    ``model.layers.3.self_attn.q_proj.weight``); `pack` names the reversible packing that makes the resident
-    tensor from them (see models/packing.py). `shape` is the resident shape on this rank, [out, in] for matrices,
-    [E, out, in] for stacked experts. dtype "mxfp4": two resident tensors, packed uint8 [..., in/2] and ue8m0
-    scales uint8 [..., in/32]. `shard` is the axis of the resident tensor that is cut into equal parts across the
-    tensor-parallel ranks (-1: every rank holds all of it); `pack_args` are the constants of the packing.
+    ``model.layers.3.self_attn.q_proj.weight``; ``{}`` stands for every index of the stack); `pack` names the
+    reversible packing that makes the resident tensor from them (see models/packing.py) and `pack_args` holds its
+    constants. `shape` is the resident shape on this rank, [out, in] for matrices, [E, out, in] for stacked experts.
+    dtype "mxfp4": two resident tensors, packed uint8 [..., in/2] and ue8m0 scales uint8 [..., in/32]. `shard` is the
+    axis of the resident tensor that is cut into equal parts across the tensor-parallel ranks (-1: every rank holds
+    all of it).
     """
 
     name: str

@@ -12,15 +12,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from optkit.models.config import ConfigError, Reader, divides
-from optkit.models.graph import MX_GROUP, Graph
+from optkit.models.graph import MX_GROUP, Graph, Weight
 from optkit.models.step import StepBuilder
 
 FAMILY = "kimi_k3"
 MODEL_TYPES = ("kimi_k3", "kimi_linear")
 WRAPPER_PREFIX = "language_model."
-IGNORED_PREFIXES = ("vision_tower.", "vision_model.", "mm_projector.", "multi_modal_projector.")
-"""Tensors of the multimodal wrapper; the vision tower plays no part in text decode."""
-IGNORED_SUFFIXES: tuple[str, ...] = ()
+VISION_PREFIXES = ("vision_tower.", "vision_model.", "mm_projector.", "multi_modal_projector.")
+
+
+def ignores(name: str, constants: Mapping[str, Any]) -> bool:
+    """True for checkpoint tensors that text decode has no part for: the wrapper's vision tower."""
+    return name.startswith(VISION_PREFIXES)
+
+
+def unused_weights(config: Config) -> tuple[Weight, ...]:
+    """Tensors that a checkpoint holds and no step reads: layer 0 has residual-mix weights but no row to mix yet."""
+    n = "model.layers.0.self_attention_res"
+    shapes = {n + "_norm.weight": (config.hidden_size,), n + "_proj.weight": (1, config.hidden_size)}
+    return tuple(Weight(name, shape, "bf16", (name,)) for name, shape in shapes.items())
 
 
 @dataclass(frozen=True)
@@ -429,7 +439,7 @@ class _Step(StepBuilder):
         return self.exchange("all_gather", v + "up_all", up, hidden, "bf16", layer), sh
 
     def experts(self, n: str, role: str, shape: tuple[int, int], shard: int) -> str:
-        source = tuple(f"{n}experts.{e}.{role}" for e in range(self.c.num_experts))
+        source = (f"{n}experts.{{}}.{role}.weight_packed", f"{n}experts.{{}}.{role}.weight_scale")
         return self.b.weight(f"{n}experts.{role}", (self.c.num_experts, *shape), "mxfp4", source, "experts", shard)
 
     def tail(self) -> str:

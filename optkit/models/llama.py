@@ -10,15 +10,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from optkit.models.config import ConfigError, Reader, divides
-from optkit.models.graph import Graph
+from optkit.models.graph import Graph, Weight
 from optkit.models.step import StepBuilder
 
 FAMILY = "llama"
 MODEL_TYPES = ("llama",)
 WRAPPER_PREFIX = "language_model."
-IGNORED_PREFIXES: tuple[str, ...] = ()
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-"""Old checkpoints carry the rotary table, which follows from config.json."""
+
+
+def ignores(name: str, constants: Mapping[str, Any]) -> bool:
+    """True for tensors that HF does not read either: old files' rotary table, and a tied head that is stored again."""
+    return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and constants["tie_word_embeddings"])
+
+
+def unused_weights(config: Config) -> tuple[Weight, ...]:
+    """Tensors that a checkpoint holds and no step reads: none."""
+    return ()
 
 
 @dataclass(frozen=True)

@@ -47,10 +47,16 @@ def _mxfp4(w: Weight, ranks: int, gen: torch.Generator, device: torch.device) ->
     return packed, scales
 
 
+def has_tied_head(graph: Graph) -> bool:
+    """True if the embedding table is also the output projection."""
+    return any(op.kind == "linear" and op.weight("w").endswith("embed_tokens.weight") for op in graph.ops)
+
+
 def random_weight(
-    w: Weight, seed: int, ranks: int = 1, device: str | torch.device = "cpu"
+    w: Weight, seed: int, ranks: int = 1, device: str | torch.device = "cpu", tied_head: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """One resident weight. `ranks` is the tensor-parallel size that w's shape belongs to."""
+    """One resident weight. `ranks` is the tensor-parallel size that w's shape belongs to; a table that is also the
+    head (`tied_head`) is drawn small enough for logits of order 1."""
     device = torch.device(device)
     gen = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}:{w.name}".encode()))
     if w.dtype == "mxfp4":
@@ -66,7 +72,7 @@ def random_weight(
         x = 0.5 * x
     elif len(w.shape) == 1:
         x = 1 + 0.1 * x
-    elif not w.name.endswith("embed_tokens.weight"):
+    elif tied_head or not w.name.endswith("embed_tokens.weight"):
         x = x * _matrix_std(w, ranks)
     return x.to(torch.bfloat16) if w.dtype == "bf16" else x
 
@@ -77,4 +83,5 @@ def random_weights(
     """Every resident weight of a rank's graph, made directly on `device`, without files. Ranks are not slices of one
     another: use checkpoint.write_random and load for that."""
     ranks = int(dict(graph.constants)["tp"])
-    return {w.name: random_weight(w, seed, ranks, device) for w in graph.weights}
+    tied = has_tied_head(graph)
+    return {w.name: random_weight(w, seed, ranks, device, tied) for w in graph.weights}

@@ -43,7 +43,8 @@ def decay(f: Tensor, a_log: Tensor, dt_bias: Tensor, lower_bound: float) -> Tens
 def delta_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """One step of the gated delta rule.
 
-    state [R, heads, V, K]; q, k, alpha [R, heads, K]; v [R, heads, V]; beta [R, heads]. Decay first, then the delta rule, then the read-out of the updated state. Returns (new state, o [R, heads, V]).
+    state [R, heads, V, K]; q, k, alpha [R, heads, K]; v [R, heads, V]; beta [R, heads]. Decay first, then
+    the delta rule, then the read-out of the updated state. Returns (new state, o [R, heads, V]).
     """
     state = state * alpha[:, :, None, :]
     delta = beta[..., None] * (v - torch.einsum("rhvk,rhk->rhv", state, k))

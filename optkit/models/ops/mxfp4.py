@@ -25,7 +25,7 @@ def dequantise(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantise(w: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., K] -> (packed, scales): scale from the group's largest magnitude, elements to nearest, ties to the smaller."""
+    """[..., K] -> (packed, scales): scale from the group's largest magnitude, elements to the nearest code."""
     if w.shape[-1] % MX_GROUP:
         raise ValueError(f"mxfp4: {w.shape[-1]} columns: expected a multiple of {MX_GROUP}")
     group = w.double().unflatten(-1, (-1, MX_GROUP))
