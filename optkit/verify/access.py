@@ -77,7 +77,7 @@ QUIET = ("ld_sync", "st_sync", "red_sync", "atom_sync", "ld_tag", "ld_mail", "ld
 
 
 def scope_of(i: Instruction) -> str:
-    """"GPU", "SYS", "SM", "CTA" of a STRONG access, "" of a weak one."""
+    """ "GPU", "SYS", "SM", "CTA" of a STRONG access, "" of a weak one."""
     if "STRONG" not in i.parts:
         return ""
     at = i.parts.index("STRONG")
@@ -105,12 +105,15 @@ class Helper:
 
     @property
     def acquires(self) -> bool:
-        return self.klass in ("ld_sync", "atom_sync") and (".acquire" in self.ptx or ".acq_rel" in self.ptx or "acquire" in self.name)
+        return self.klass in ("ld_sync", "atom_sync") and (
+            ".acquire" in self.ptx or ".acq_rel" in self.ptx or "acquire" in self.name
+        )
 
     @property
     def releases(self) -> bool:
         return self.klass in ("red_sync", "st_sync", "atom_sync") and (
-            ".release" in self.ptx or ".acq_rel" in self.ptx or "release" in self.name)
+            ".release" in self.ptx or ".acq_rel" in self.ptx or "release" in self.name
+        )
 
 
 def helpers(memory: Path) -> list[Helper]:
@@ -120,8 +123,13 @@ def helpers(memory: Path) -> list[Helper]:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            text = "".join(n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)
-                           and n.value != ast.get_docstring(node, clean=False))
+            text = "".join(
+                n.value
+                for n in ast.walk(node)
+                if isinstance(n, ast.Constant)
+                and isinstance(n.value, str)
+                and n.value != ast.get_docstring(node, clean=False)
+            )
             out.append(Helper(node.name, first, node.end_lineno or node.lineno, text))
     return out
 

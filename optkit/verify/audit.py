@@ -26,16 +26,19 @@ from optkit.verify import cfg, elf, sass
 from optkit.verify.check import Check, from_findings
 
 NAMES = ("audit.access", "audit.guarded", "audit.fences", "audit.registers", "audit.local_memory")
+MEMORY = Path(__file__).parent.parent / "emit" / "kernels" / "memory.py"
+"""The helpers of the megakernel; read as text, so that nothing of CuTe DSL is imported."""
 Match = Callable[[sass.Instruction], bool]
 REGISTER_FILE = 65536  # 32-bit registers of one SM, all GPUs since sm_35
 
 
-def audit(cubin: bytes | Path, memory: Path, plan: Plan | None = None, ceiling: int | None = None,
-          repeat: str = "") -> list[Check]:
+def audit(
+    cubin: bytes | Path, plan: Plan | None = None, memory: Path = MEMORY, ceiling: int | None = None, repeat: str = ""
+) -> list[Check]:
     """Audit one cubin (all its kernels).
 
-    `memory`: the helper file the kernel was compiled from. `plan`: its largest body's register ceiling is the kernel's
-    (`ceiling` overrides it). Never raises for a bad cubin: an unreadable one fails every check.
+    `plan`: the largest register ceiling of its bodies is the kernel's (`ceiling` overrides it). `memory`: the helper
+    file the kernel was compiled from. Never raises for a bad cubin: an unreadable one fails every check.
     """
     try:
         data = cubin.read_bytes() if isinstance(cubin, Path) else cubin
@@ -44,22 +47,47 @@ def audit(cubin: bytes | Path, memory: Path, plan: Plan | None = None, ceiling: 
         table = A.helpers(memory)
     except (OSError, SyntaxError, elf.CubinError, sass.DisassemblyError) as e:
         return [Check(n, "fail", None, 0, f"nothing could be audited: {e}", repeat) for n in NAMES]
-    audits = [_Kernel(f, memory, table) for f in functions]
-    classes: Counter[str] = sum((a.classes for a in audits), Counter())
-    seen = ", ".join(f"{n} {k}" for k, n in sorted(classes.items())) or "none"
-    access = [x for a in audits for x in a.access()]
-    if not classes and not access:
-        access = ["the kernel touches no global memory at all, or carries no line information"]
     limit = ceiling if ceiling is not None else max((s.regs for s in plan.stages), default=0) if plan else None
+    kernels = [_Kernel(f, memory, table) for f in functions]
+    return [
+        *_code_checks(kernels, memory, repeat),
+        _registers([figures[f.name] for f in functions], plan, limit, repeat),
+        from_findings(
+            "audit.local_memory",
+            [x for k in kernels for x in k.local(figures[k.f.name])],
+            "no stack frame, no spill, no local access",
+            repeat,
+        ),
+    ]
+
+
+def audit_code(functions: list[sass.Function], memory: Path = MEMORY, repeat: str = "") -> list[Check]:
+    """The three checks on instructions alone: access, guarded, fences."""
+    table = A.helpers(memory)
+    return _code_checks([_Kernel(f, memory, table) for f in functions], memory, repeat)
+
+
+def _code_checks(kernels: list[_Kernel], memory: Path, repeat: str) -> list[Check]:
+    classes: Counter[str] = sum((k.classes for k in kernels), Counter())
+    seen = ", ".join(f"{n} {k}" for k, n in sorted(classes.items())) or "none"
+    access = [x for k in kernels for x in k.access()]
+    if not classes and not access:
+        access = [f"the kernel touches no global memory through {memory.name}, or carries no line information"]
     return [
         from_findings("audit.access", access, f"every global access has a form of its class ({seen})", repeat),
-        from_findings("audit.guarded", [x for a in audits for x in a.guarded()],
-                      f"{sum(classes[k] for k in A.GUARDED)} activation loads, each behind a wait on every path", repeat),
-        from_findings("audit.fences", [x for a in audits for x in a.fences()],
-                      "releases follow a membar, acquires drop L1, bulk copies of activations follow a proxy fence", repeat),
-        _registers([figures[f.name] for f in functions], plan, limit, repeat),
-        from_findings("audit.local_memory", [x for a in audits for x in a.local(figures[a.f.name])],
-                      "no stack frame, no spill, no local access", repeat)]
+        from_findings(
+            "audit.guarded",
+            [x for k in kernels for x in k.guarded()],
+            f"{sum(classes[c] for c in A.GUARDED)} activation loads, each behind a wait on every path",
+            repeat,
+        ),
+        from_findings(
+            "audit.fences",
+            [x for k in kernels for x in k.fences()],
+            "releases follow a membar, acquires drop L1, bulk copies of activations follow a proxy fence",
+            repeat,
+        ),
+    ]
 
 
 def _registers(figures: list[elf.Resources], plan: Plan | None, limit: int | None, repeat: str) -> Check:
@@ -72,7 +100,14 @@ def _registers(figures: list[elf.Resources], plan: Plan | None, limit: int | Non
         findings.append(f"{worst.name}: {worst.registers} registers x {threads} threads do not fit {REGISTER_FILE}")
     if plan and worst.threads and worst.threads != plan.threads:
         findings.append(f"{worst.name}: compiled for {worst.threads} threads, the Plan says {plan.threads}")
-    return Check("audit.registers", "fail" if findings else "pass", worst.registers, limit, "; ".join(findings), repeat)
+    return Check(
+        "audit.registers",
+        "fail" if findings else "pass",
+        worst.registers,
+        limit,
+        "; ".join(findings) or "registers a thread, of the largest ceiling a body declares",
+        repeat,
+    )
 
 
 class _Kernel:
@@ -85,8 +120,9 @@ class _Kernel:
         self.helper = {k: A.helper_of(i, memory, table) for k, i in enumerate(f.code) if A.is_access(i)}
         self.klass = {k: h.klass for k, h in self.helper.items() if h is not None and h.klass}
         self.classes = Counter(self.klass.values())
-        self.quiet = [all(self.klass.get(k, "") in A.QUIET for k in range(s, e) if k in self.helper)
-                      for s, e in self.graph.blocks]
+        self.quiet = [
+            all(self.klass.get(k, "") in A.QUIET for k in range(s, e) if k in self.helper) for s, e in self.graph.blocks
+        ]
 
     def _at(self, k: int) -> str:
         i = self.f.code[k]
@@ -117,12 +153,17 @@ class _Kernel:
     def local(self, r: elf.Resources) -> list[str]:
         """Local memory in use: a stack frame, spills, local loads and stores."""
         out = [f"{r.name}: stack frame of {max(r.frame, r.stack)} bytes a thread"] if r.frame or r.stack else []
-        return out + [f"{self._at(k)}: a spill or local array" for k in self.helper if self.f.code[k].parts[0] in A.LOCAL]
+        return out + [
+            f"{self._at(k)}: a spill or local array" for k in self.helper if self.f.code[k].parts[0] in A.LOCAL
+        ]
 
     # -- waits
     def _polls(self) -> list[int]:
-        return [k for k, h in self.helper.items() if h and (h.klass in ("ld_tag", "ld_mail")
-                                                            or (h.klass == "ld_sync" and h.acquires))]
+        return [
+            k
+            for k, h in self.helper.items()
+            if h and (h.klass in ("ld_tag", "ld_mail") or (h.klass == "ld_sync" and h.acquires))
+        ]
 
     def _passed(self) -> frozenset[tuple[int, int]]:
         """Edges of the graph that are taken only after a wait: out of a wait loop, or around code that only waits."""
@@ -139,18 +180,34 @@ class _Kernel:
                 continue
             for into in ss:
                 for around_ in ss:
-                    if into != around_:
-                        region = g.reach(into, frozenset((b, around_)))
-                        joins = any(s in (around_, b) for x in region for s in g.succ[x])
-                        if joins and all(self.quiet[x] for x in region) and any(loop <= region for loop in waits):
-                            cut.add((b, around_))
+                    if into != around_ and self._only_waits(into, frozenset((b, around_)), waits):
+                        cut.add((b, around_))
         return frozenset(cut)
+
+    def _only_waits(self, start: int, ends: frozenset[int], waits: set[frozenset[int]]) -> bool:
+        """Whether the code from `start` up to `ends` touches no data, holds a whole wait loop, and gets to an end."""
+        if start in ends or not self.quiet[start]:
+            return False
+        region, todo, joins = {start}, [start], False
+        while todo:
+            for s in self.graph.succ[todo.pop()]:
+                if s in ends:
+                    joins = True
+                elif not self.quiet[s]:
+                    return False
+                elif s not in region:
+                    region.add(s)
+                    todo.append(s)
+        return joins and any(loop <= region for loop in waits)
 
     def guarded(self) -> list[str]:
         """Activation loads that some path reaches without a wait."""
         free = self.graph.reach(0, cut=self._passed())
-        return [f"{self._at(k)}: reached without a wait before it" for k, c in self.klass.items()
-                if c in A.GUARDED and self.graph.block_of[k] in free]
+        return [
+            f"{self._at(k)}: reached without a wait before it"
+            for k, c in self.klass.items()
+            if c in A.GUARDED and self.graph.block_of[k] in free
+        ]
 
     # -- fences
     def fences(self) -> list[str]:
@@ -161,10 +218,19 @@ class _Kernel:
                 hit = self._forward(k, lambda i: i.parts[:2] == ("CCTL", "IVALL"))
                 if hit is not None:
                     out.append(f"{self._at(k)}: no CCTL.IVALL between this acquire and {self._at(hit)}")
-            if h and h.releases and self._unfenced(k, lambda i: i.parts[0] == "MEMBAR" and bool({"GPU", "SYS"} & set(i.parts)),
-                                                   A.DATA_STORES):
+            if (
+                h
+                and h.releases
+                and self._unfenced(
+                    k, lambda i: i.parts[0] == "MEMBAR" and bool({"GPU", "SYS"} & set(i.parts)), A.DATA_STORES
+                )
+            ):
                 out.append(f"{self._at(k)}: a release without a gpu-scope MEMBAR between it and the stores before it")
-            if h and h.klass == "bulk_act" and self._unfenced(k, lambda i: i.opcode.startswith("FENCE.VIEW.ASYNC"), ("ld_sync",)):
+            if (
+                h
+                and h.klass == "bulk_act"
+                and self._unfenced(k, lambda i: i.opcode.startswith("FENCE.VIEW.ASYNC"), ("ld_sync",))
+            ):
                 out.append(f"{self._at(k)}: a bulk copy of activations without fence.proxy.async after its wait")
         return out
 

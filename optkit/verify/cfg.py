@@ -45,7 +45,9 @@ class Graph:
                     out.append(frozenset(body))
         return sorted(out, key=len)
 
-    def reach(self, start: int, stop: frozenset[int] = frozenset(), cut: frozenset[tuple[int, int]] = frozenset()) -> set[int]:
+    def reach(
+        self, start: int, stop: frozenset[int] = frozenset(), cut: frozenset[tuple[int, int]] = frozenset()
+    ) -> set[int]:
         """Blocks reachable from `start` (itself included) without entering `stop` and without the edges `cut`."""
         if start in stop:
             return set()
@@ -86,8 +88,12 @@ def build(f: Function) -> Graph:
     for b, (_, end) in enumerate(blocks):
         last = f.code[end - 1]
         op = last.parts[0]
-        to = {block_at[f.labels[t]] for k in range(blocks[b][0], end) for t in f.code[k].labels
-              if t in f.labels and f.labels[t] < n and f.code[k].parts[0] != "BSSY"}
+        to = {
+            block_at[f.labels[t]]
+            for k in range(blocks[b][0], end)
+            for t in f.code[k].labels
+            if t in f.labels and f.labels[t] < n and f.code[k].parts[0] != "BSSY"
+        }
         falls = True
         if op in ("EXIT", "KILL"):
             falls = bool(last.predicate) or _has_condition(last.operands)

@@ -68,10 +68,22 @@ def _resources(cubin: bytes) -> list[Resources]:
         if "registers" not in figures:
             raise CubinError(f"kernel {kernel}: no register count in .nv.info")
         info = by_name.get(f".nv.info.{kernel}")
-        ntid = next((struct.unpack_from("<III", p) for a, p in _attributes(info.data) if a == REQNTID), (0, 0, 0)) if info else (0, 0, 0)
+        ntid = (
+            next((struct.unpack_from("<III", p) for a, p in _attributes(info.data) if a == REQNTID), (0, 0, 0))
+            if info
+            else (0, 0, 0)
+        )
         shared = by_name.get(f".nv.shared.{kernel}")
-        out.append(Resources(kernel, figures["registers"], figures.get("frame", 0), figures.get("stack", 0),
-                             shared.size if shared else 0, ntid[0] * ntid[1] * ntid[2]))
+        out.append(
+            Resources(
+                kernel,
+                figures["registers"],
+                figures.get("frame", 0),
+                figures.get("stack", 0),
+                shared.size if shared else 0,
+                ntid[0] * ntid[1] * ntid[2],
+            )
+        )
     if not out:
         raise CubinError("no kernel in the cubin")
     return out
@@ -83,8 +95,10 @@ def _sections(cubin: bytes) -> list[_Section]:
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names_at = struct.unpack_from("<HHH", cubin, 0x3A)
     heads = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * size) for i in range(count)]
-    names = cubin[heads[names_at][4]:heads[names_at][4] + heads[names_at][5]]
-    return [_Section(_string(names, h[0]), h[1], h[6], h[5], b"" if h[1] == 8 else cubin[h[4]:h[4] + h[5]]) for h in heads]
+    names = cubin[heads[names_at][4] : heads[names_at][4] + heads[names_at][5]]
+    return [
+        _Section(_string(names, h[0]), h[1], h[6], h[5], b"" if h[1] == 8 else cubin[h[4] : h[4] + h[5]]) for h in heads
+    ]
 
 
 def _symbols(sections: list[_Section]) -> dict[int, str]:
@@ -101,9 +115,9 @@ def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
         form, attribute, value = struct.unpack_from("<BBH", data, at)
         at += 4
         if form == SIZED:
-            yield attribute, data[at:at + value]
+            yield attribute, data[at : at + value]
             at += value
 
 
 def _string(table: bytes, at: int) -> str:
-    return table[at:table.index(b"\0", at)].decode()
+    return table[at : table.index(b"\0", at)].decode()

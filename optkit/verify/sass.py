@@ -39,7 +39,8 @@ class Instruction:
         return tuple(self.opcode.split("."))
 
     def __str__(self) -> str:
-        return f"/*{self.offset:04x}*/ {(self.predicate + ' ') if self.predicate else ''}{self.opcode} {self.operands}".rstrip()
+        guard = f"{self.predicate} " if self.predicate else ""
+        return f"/*{self.offset:04x}*/ {guard}{self.opcode} {self.operands}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def parse(text: str) -> list[Function]:
             frames = tuple(here) if fresh else (*frames, *(f for f in here if f not in frames))
             fresh = False
         elif m := _INSTRUCTION.match(line):
-            rest = line[m.end(3):]
+            rest = line[m.end(3) :]
             many = _TARGETS.search(rest)
             targets = tuple(_TARGET.findall(rest)) + (tuple(re.findall(r"\.L_x_\d+", many.group(1))) if many else ())
             code.append(Instruction(int(m.group(1), 16), m.group(2) or "", m.group(3), m.group(4), targets, frames))

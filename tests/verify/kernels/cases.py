@@ -1,6 +1,6 @@
 """Small kernels for the audit: one clean, with all shapes of waits the megakernel has, and one for each defect.
 
-`data` is an activation buffer, `sync` a counter. A case is a function (data, sync, n, tid) that is traced into a kernel.
+`data` is an activation buffer, `sync` a counter. A case is a function (data, sync, n, tid), traced into a kernel.
 """
 
 import cutlass
@@ -29,7 +29,7 @@ def wait(sync, target):
 
 @cute.jit
 def clean(data, sync, n, tid):
-    """n waits by one thread, a CTA barrier, loads, stores, a release; per stage of a run-time loop; then tagged words."""
+    """n waits by one thread, a CTA barrier, loads or tagged words, stores, a release: a run-time loop of stages."""
     for s in cutlass.range(M.ld_input_b32(sync + 256), unroll=1):
         if tid == 0:
             for w in cutlass.range(n, unroll=1):
@@ -182,9 +182,30 @@ def local_array(data, sync, n, tid):
     M.st_sync_b32(sync + 512, r[tid])
 
 
-CASES = {f.__name__: f for f in (clean, weak_load, nc_load, cta_scope, weak_store, nc_input, unmapped, wrong_helper, generic,
-                                 split_tag, hoisted, hoisted_in_loop, inside_wait, no_loop, other_branch, acquire_unfenced,
-                                 release_unfenced, bulk_without_proxy_fence, local_array)}
+CASES = {
+    f.__name__: f
+    for f in (
+        clean,
+        weak_load,
+        nc_load,
+        cta_scope,
+        weak_store,
+        nc_input,
+        unmapped,
+        wrong_helper,
+        generic,
+        split_tag,
+        hoisted,
+        hoisted_in_loop,
+        inside_wait,
+        no_loop,
+        other_branch,
+        acquire_unfenced,
+        release_unfenced,
+        bulk_without_proxy_fence,
+        local_array,
+    )
+}
 
 
 class Kernel:

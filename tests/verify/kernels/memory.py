@@ -25,8 +25,12 @@ def st_act_v4(a, v):
 
 
 def ld_tag_b128(a):
-    return P("{ .reg .b128 q; .reg .b64 d; ld.relaxed.gpu.global.b128 q, [{$r0}]; mov.b128 {d, {$w2}}, q;"
-             " mov.b64 {{$w0},{$w1}}, d; }", write_only_types=[Uint32, Uint32, Uint64], read_only_args=[a])
+    return P(
+        "{ .reg .b128 q; .reg .b64 d; ld.relaxed.gpu.global.b128 q, [{$r0}]; mov.b128 {d, {$w2}}, q;"
+        " mov.b64 {{$w0},{$w1}}, d; }",
+        write_only_types=[Uint32, Uint32, Uint64],
+        read_only_args=[a],
+    )
 
 
 def ld_sync_acquire(a):
@@ -46,8 +50,10 @@ def red_sync_release(a):
 
 
 def bulk_weight(dst, src, nbytes, bar):
-    P("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-      read_only_args=[dst, src, Int32(nbytes), bar])
+    P(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[dst, src, Int32(nbytes), bar],
+    )
 
 
 # ---- wrong: what the audit must find
@@ -94,5 +100,7 @@ def lds_but_global(a):
 
 
 def bulk_act(dst, src, nbytes, bar):
-    P("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-      read_only_args=[dst, src, Int32(nbytes), bar])
+    P(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[dst, src, Int32(nbytes), bar],
+    )
