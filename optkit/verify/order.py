@@ -4,7 +4,8 @@ Rules. RAW on a plain buffer: `visible`. RAW through a tagged edge: by value, fo
 source stage writes; never for state; a tag of another stage is no match, so older writers need only their WAW.
 WAR: `done`, since a read that has returned cannot see a later store. WAW: `visible`, or every overwritten word was read
 by a reader that must see it, so the store had reached the point of coherence, and whose read is ordered before the
-overwriting store. `program`: reader and writer unit are the same unit of the same task shape, so one thread owns the words.
+overwriting store. `program`: reader and writer unit are the same unit of the same task shape, so that one thread owns
+the words.
 
 The producer warp runs apart from its consumers: it reads the index of routed tiles, and if none of its SM's units exist
 no consumer waits for it. Such an index read counts as done only when the SM has finished a later stage whose tiles come

@@ -170,7 +170,7 @@ def make(
 
 
 def toy(layout: str = "plain", layers: int = 3) -> Plan:
-    """`layers` layers: q -> heads (state) -> o -> kv -> insert, attend -> h, router, route, experts -> p of the next."""
+    """`layers` layers: q -> heads (state) -> o -> kv -> insert, attend -> h, router, route, experts -> next p."""
 
     def act(name: str, width: int, dtype: str = "bf16", plain: bool = False) -> Buffer:
         return Buffer(name, "activation", dtype, ROWS, width, "plain" if plain else layout)
