@@ -140,13 +140,11 @@ def _compose(
             cfg = compose("config", overrides=texts)
     except HydraException as err:
         raise UserError(_first_sentence(err, file)) from err
-    missing = sorted(k for k in OmegaConf.missing_keys(cfg))
-    if missing:
-        raise UserError(
-            Problem(k, None, f"a value of type {type_text(k)}", f"not set by {_label(file)} nor on the command line")
-            for k in missing
-        )
     try:
+        missing = sorted(OmegaConf.missing_keys(cfg))
+        if missing:
+            unset = f"not set by {_label(file)} nor on the command line"
+            raise UserError(Problem(k, None, f"a value of type {type_text(k)}", unset) for k in missing)
         plain = OmegaConf.to_container(cfg, resolve=True)
         closed = OmegaConf.merge(OmegaConf.structured(Recipe), plain)  # a second merge: the schema stays closed
         recipe = OmegaConf.to_object(closed)
@@ -234,7 +232,7 @@ def _command_line(overrides: list[Override]) -> tuple[list[Problem], list[Overri
 
 def _option(group: str, value: Any, where: str) -> list[Problem]:
     options = group_options(group)
-    if value in options:
+    if value in (*options, None, "null"):  # null: no option, every key is set by the recipe itself
         return []
     return [Problem(group, value, f"one of {', '.join(options)}", where, did_you_mean(str(value), options))]
 
@@ -377,4 +375,5 @@ def _first_sentence(err: Exception, file: RecipeFile) -> str:
     """Hydra's or OmegaConf's message as one line."""
     lines = [line.strip() for line in str(err).splitlines() if line.strip()]
     useful = [line for line in lines if not line.startswith(("full_key", "object_type", "reference_type"))]
-    return f"{_label(file)}: {useful[0] if useful else type(err).__name__}"
+    key = getattr(err, "full_key", None)
+    return f"{_label(file)}: {f'{key}: ' if key else ''}{useful[0] if useful else type(err).__name__}"
