@@ -144,6 +144,33 @@ def plan_choices(resolved: Resolved) -> PlanChoices:
     )
 
 
+def load_weights(resolved: Resolved, source: ModelSource, graph: Graph) -> dict[str, Any]:
+    """The rank's weights: from `model.checkpoint`, or random ones seeded by `model.seed`.
+
+    Raises UserError naming everything wrong with the checkpoint.
+    """
+    from optkit.models import checkpoint
+    from optkit.models.random_weights import random_weights
+
+    at = resolved.recipe.model.checkpoint
+    if at is None:
+        return random_weights(graph, resolved.recipe.model.seed)
+    try:
+        return checkpoint.load(Path(at).expanduser(), graph)
+    except (checkpoint.CheckpointError, OSError) as err:
+        raise UserError(f"model.checkpoint = {at!r} ({resolved.source('model.checkpoint')}): {line}" for line in _lines(err)) from err
+
+
+def model_json(resolved: Resolved, source: ModelSource, graph: Graph) -> dict[str, Any]:
+    """What builds this graph again on a machine without the recipe: config.json, keys, arguments of `build`, seed."""
+    constants = dict(graph.constants)
+    epsilon = resolved.recipe.model.qk_lora_norm_eps
+    return {"config": source.config_json, "keys": {} if epsilon is None else {"qk_lora_norm_eps": epsilon},
+            "build": {"rows": graph.rows, "tp": constants["tp"], "rank": constants["rank"], "layers": list(graph.layers),
+                      "peers": resolved.recipe.parallel.peers.value, "seed": resolved.recipe.model.seed},
+            "seed": resolved.recipe.model.seed}
+
+
 def _config_json(name: str, where: str) -> dict[str, Any]:
     """A packaged configuration by name, or a file by path."""
     path = Path(name).expanduser()

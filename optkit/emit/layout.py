@@ -18,6 +18,8 @@ PITCH = 1088  # bytes of a tile row in shared memory: 1024 of data, then 64 so t
 SCALES = 16 * PITCH  # offset of a tile's ue8m0 scales
 SLOT = SCALES + 1024
 KV_CHUNK = 64  # tokens staged at once by attention
+RED_BYTES = 8192  # two parities of 8 warps x 16 rows x 8 tokens fp32
+MISC_BYTES = 512
 
 # ---- descriptor words
 DESC_WORDS = 288

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optkit.models.config import ConfigError, Reader, divides
-from optkit.models.graph import MX_GROUP, Graph
+from optkit.models.graph import MX_GROUP, Graph, Weight
 from optkit.models.step import StepBuilder
 
 FAMILY = "kimi_k3"
@@ -24,6 +24,13 @@ VISION_PREFIXES = ("vision_tower.", "vision_model.", "mm_projector.", "multi_mod
 def ignores(name: str, constants: Mapping[str, Any]) -> bool:
     """True for checkpoint tensors that text decode has no part for: the wrapper's vision tower."""
     return name.startswith(VISION_PREFIXES)
+
+
+def unused_weights(config: Config) -> tuple[Weight, ...]:
+    """Tensors that a checkpoint holds and no step reads: layer 0 has residual-mix weights but no row to mix yet."""
+    n = "model.layers.0.self_attention_res"
+    shapes = {n + "_norm.weight": (config.hidden_size,), n + "_proj.weight": (1, config.hidden_size)}
+    return tuple(Weight(name, shape, "bf16", (name,)) for name, shape in shapes.items())
 
 
 @dataclass(frozen=True)

@@ -213,15 +213,19 @@ def load1(c, op, e):
     """Element e as Float32 (any e)."""
     out = Float32(0.0)
     if is_tagged(c, op):
-        q = (e // 4) * 4
-        a0, a1, a2, a3 = load4(c, op, q)
-        out = a0
-        if e - q == 1:
-            out = a1
-        if e - q == 2:
-            out = a2
-        if e - q == 3:
-            out = a3
+        if is_f32(op):
+            a0, a1 = poll_tag(c, op.addr + Int64(e // 2) * 16, tag_of(c, op))
+            out = as_f32(a0)
+            if e % 2 == 1:
+                out = as_f32(a1)
+        else:
+            b0, b1 = poll_tag(c, op.addr + Int64(e // 4) * 16, tag_of(c, op))
+            w = b0
+            if e % 4 >= 2:
+                w = b1
+            out = bf16_lo(w)
+            if e % 2 == 1:
+                out = bf16_hi(w)
     else:
         if is_f32(op):
             out = as_f32(M.ld_act_b32(op.addr + Int64(e) * 4))
@@ -245,6 +249,15 @@ def store4(c, op, e, f0, f1, f2, f3):
             M.st_tag_b128(op.addr + Int64(e) * 4, w0, w1, tag_of(c, op))
         else:
             M.st_act_v2(op.addr + Int64(e) * 2, w0, w1)
+
+
+@cute.jit
+def store2_f32(c, op, e, f0, f1):
+    """Write elements e, e + 1 (e even) of an fp32 buffer."""
+    if is_tagged(c, op):
+        M.st_tag_b128(op.addr + Int64(e) * 8, f0, f1, tag_of(c, op))
+    else:
+        M.st_act_v2(op.addr + Int64(e) * 4, f0, f1)
 
 
 @cute.jit

@@ -14,7 +14,7 @@ from optkit.emit import layout as L
 from optkit.emit.kernels import memory as M
 from optkit.emit.kernels.arith import bf16_hi, bf16_lo, exp, interleave8, mma, pack_bf16, round_bf16, rsqrt, sigmoid, tanh
 from optkit.emit.kernels.core import (
-    block_sum, csync, f32, i32, i64, load1, load4, load8, load8_words, operand, send4, store4, tile_done,
+    block_sum, csync, f32, i32, i64, load1, load4, load8, load8_words, operand, send4, store2_f32, store4, tile_done,
     tile_wait, units_of,
 )
 
@@ -311,11 +311,7 @@ def blockstats(c, d, task):
     for r in cutlass.range(lo, hi, step, unroll=1):
         if r < c.rows:
             n = i32(d, L.PARAMS + L.X_N)
-            for i in cutlass.range(0, n, 2, unroll=1):
-                a, b = saved_dots(c, d, i, r, width)
-                e = Float32(0.0)
-                f = Float32(0.0)
-                if i + 1 < n:
-                    e, f = saved_dots(c, d, i + 1, r, width)
+            for i in cutlass.range(n, unroll=1):
+                vv, vu = saved_dots(c, d, i, r, width)
                 if c.tid == 0:
-                    store4(c, out, r * out.width + 2 * i, a, b, e, f)
+                    store2_f32(c, out, r * out.width + 2 * i, vv, vu)

@@ -18,10 +18,7 @@ from optkit.emit.kernels import memory as M
 from optkit.emit.kernels.core import Ctx, csync, fail, i32, i64, wait_counter
 
 A = cute.arch
-RED_BYTES = 8192
 DESC_BYTES = L.DESC_WORDS * 8
-MISC_BYTES = 512
-FIXED_BYTES = RED_BYTES + 2 * DESC_BYTES + MISC_BYTES + 1024
 
 
 class Megakernel:
@@ -47,9 +44,9 @@ class Megakernel:
         smem = SmemAllocator()
         ring = smem.allocate_array(Uint32, self.slots * L.SLOT // 4, byte_alignment=1024)
         x = smem.allocate_array(Uint32, self.x_bytes // 4, byte_alignment=128)
-        red = smem.allocate_array(Uint32, RED_BYTES // 4, byte_alignment=128)
+        red = smem.allocate_array(Uint32, L.RED_BYTES // 4, byte_alignment=128)
         desc = smem.allocate_array(Int64, 2 * L.DESC_WORDS, byte_alignment=16)
-        misc = smem.allocate_array(Uint32, MISC_BYTES // 4, byte_alignment=16)
+        misc = smem.allocate_array(Uint32, L.MISC_BYTES // 4, byte_alignment=16)
         bars = smem.allocate_array(Int64, 2 * self.slots, byte_alignment=16)
         misc0, bars0 = Int32(misc.toint()), Int32(bars.toint())
         sync_base = M.ld_table_b64(rt + L.RT_SYNC * 8)

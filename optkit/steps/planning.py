@@ -1,12 +1,12 @@
-"""The steps of `optkit run`, in order. Each imports its part of the package when it runs: `optkit ls` stays quick.
+"""Recipe to proven Plan: the steps `model`, `plan` and `check`.
 
-Hand-overs in `context.results`: "source" (ModelSource), "graphs" and "plans" by pipeline stage, "graph" and "plan" of
-the stage that is emitted and run.
+They leave "source" (ModelSource), "graphs" and "plans" by pipeline stage, "graph" and "plan" of the stage that is
+emitted and run.
 """
 
 from __future__ import annotations
 
-from optkit.pipeline import Context, Pipeline, Step
+from optkit.pipeline import Context
 from optkit.recipe import Recipe
 
 
@@ -50,15 +50,3 @@ def check(recipe: Recipe, context: Context) -> None:
     for stage, one in plans.items():
         suffix = f"@stage{stage}" if len(plans) > 1 else ""
         context.take(prove(one, f"optkit check {context.target}"), suffix=suffix)
-
-
-STEPS: tuple[Step, ...] = (
-    Step("model", "configuration and graph", model, refuses=True),
-    Step("plan", "stages, tasks, edges, memory", plan, refuses=True),
-    Step("check", "ordering, liveness, budgets", check, refuses=True),
-)
-
-
-def pipeline() -> Pipeline:
-    """The whole line, from the model to the report."""
-    return Pipeline(STEPS)

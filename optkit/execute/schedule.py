@@ -1,0 +1,165 @@
+"""Task orders that the Plan's edges and the per-SM program order allow, chosen to hurt.
+
+An SM runs its tasks in stage order and blocks at the first one whose waits are not satisfied, exactly as the
+persistent kernel does. `counter` waits for every task of the source stage, `grid_barrier` for every task of all stages
+up to the source, `tagged` and `peer_mailbox` only for the tasks that write words the reader reads (of active rows);
+`same_sm` and `program` wait for nothing: program order alone must do, and the tag checks of `memory` see when it does
+not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from optkit.execute.memory import ExecutionError, memo, touched
+from optkit.plan.types import Edge, Plan
+
+POLICIES = ("inverted", "greedy", "reverse")
+"""Adversarial policies: `inverted` runs the latest ready stage first, `greedy` lets one SM run as far as it can before
+any other moves, `reverse` serves the highest SM first."""
+
+
+class Deadlock(ExecutionError):
+    """No task can proceed; the message lists blocked tasks and the edges they wait on."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Task `index` of stage `stage` on SM `sm`."""
+
+    stage: int
+    index: int
+    sm: int
+
+
+def programs(plan: Plan, first: int, last: int) -> tuple[tuple[Task, ...], ...]:
+    """Each SM's tasks of stages [first, last), in the order it runs them."""
+
+    def make() -> tuple[tuple[Task, ...], ...]:
+        out: list[list[Task]] = [[] for _ in range(plan.sms)]
+        for s in range(first, last):
+            stage = plan.stages[s]
+            for t in range(stage.tasks):
+                sm = stage.sm_of(t, plan.sms)
+                out[sm].append(Task(s, t, sm))
+        return tuple(tuple(x) for x in out)
+
+    return memo(plan, ("programs", first, last), make)
+
+
+def _spans(plan: Plan, stage: int, buffer: str, rows: int, *, writes: bool) -> np.ndarray:
+    """All (task, row, lo, hi) that `stage` touches of `buffer`, rows < `rows`; row -1 = all rows."""
+    st, width = plan.stages[stage], plan.buffer[buffer].width
+    out = [(t, -1 if row is None else row, lo, hi)
+           for t in range(st.tasks)
+           for row, spans in touched(st, st.writes if writes else st.reads, st.units_of(t), buffer, width).items()
+           if row is None or row < rows
+           for lo, hi in spans]
+    return np.array(out, dtype=np.int64).reshape(-1, 4)
+
+
+def tagged_sources(plan: Plan, edge: Edge, rows: int) -> tuple[frozenset[int], ...]:
+    """For each task of edge.dst: the tasks of edge.src that write words it reads, at this run-time row count."""
+    return memo(plan, ("tagged", edge, rows), lambda: _tagged_sources(plan, edge, rows))
+
+
+def _tagged_sources(plan: Plan, edge: Edge, rows: int) -> tuple[frozenset[int], ...]:
+    wrote = _spans(plan, edge.src, edge.buffer, rows, writes=True)
+    read = _spans(plan, edge.dst, edge.buffer, rows, writes=False)
+    out: list[set[int]] = [set() for _ in range(plan.stages[edge.dst].tasks)]
+    for task, row, lo, hi in read:
+        hit = (wrote[:, 2] < hi) & (lo < wrote[:, 3])
+        if row >= 0:
+            hit &= (wrote[:, 1] < 0) | (wrote[:, 1] == row)
+        out[task].update(wrote[hit, 0].tolist())
+    return tuple(frozenset(x) for x in out)
+
+
+class Scheduler:
+    """Yields tasks of stages [first, last) one by one; the caller runs each before asking for the next.
+
+    order: an int seeds a random order, a name of POLICIES picks an adversarial one.
+    """
+
+    def __init__(self, plan: Plan, rows: int, order: int | str, first: int = 0, last: int | None = None) -> None:
+        if isinstance(order, str) and order not in POLICIES:
+            raise ValueError(f"order={order!r}: expected an int seed or one of {', '.join(POLICIES)}")
+        self.plan, self.rows, self.order = plan, rows, order
+        self.first, self.last = first, len(plan.stages) if last is None else last
+        self.done: list[set[int]] = [set() for _ in plan.stages]
+        self.prefix = first  # stages before this one are complete
+        self.random = random.Random(order if isinstance(order, int) else 0)
+
+    def blocking(self, task: Task) -> Edge | None:
+        """The first edge that `task` still waits on, None if it may run."""
+        for edge in self.plan.waits[task.stage]:
+            if edge.src < self.first or edge.mechanism in ("same_sm", "program"):
+                continue
+            if edge.mechanism == "grid_barrier":
+                ready = self.prefix > edge.src
+            elif edge.mechanism == "counter":
+                ready = len(self.done[edge.src]) == self.plan.stages[edge.src].tasks
+            else:
+                ready = tagged_sources(self.plan, edge, self.rows)[task.index] <= self.done[edge.src]
+            if not ready:
+                return edge
+        return None
+
+    def _pick(self, ready: dict[int, Task], previous: int) -> Task:
+        if isinstance(self.order, int):
+            return ready[self.random.choice(list(ready))]
+        if self.order == "inverted":
+            return max(ready.values(), key=lambda t: (t.stage, t.sm))
+        if self.order == "reverse":
+            return ready[max(ready)]
+        return ready.get(previous) or ready[min(ready)]
+
+    def __iter__(self) -> Iterator[Task]:
+        queues = [iter(p) for p in programs(self.plan, self.first, self.last)]
+        ready: dict[int, Task] = {}
+        parked: dict[int, list[Task]] = {}  # source stage -> blocked heads (-1: grid barriers)
+
+        def settle(task: Task) -> None:
+            edge = self.blocking(task)
+            if edge is None:
+                ready[task.sm] = task
+            else:
+                parked.setdefault(-1 if edge.mechanism == "grid_barrier" else edge.src, []).append(task)
+
+        for queue in queues:
+            head = next(queue, None)
+            if head is not None:
+                settle(head)
+        previous = -1
+        while ready:
+            task = self._pick(ready, previous)
+            del ready[task.sm]
+            yield task
+            previous = task.sm
+            self.done[task.stage].add(task.index)
+            wake = parked.pop(task.stage, [])
+            before = self.prefix
+            while self.prefix < self.last and len(self.done[self.prefix]) == self.plan.stages[self.prefix].tasks:
+                self.prefix += 1
+            if self.prefix != before:
+                wake += parked.pop(-1, [])
+            head = next(queues[task.sm], None)
+            for blocked in [*wake, *([head] if head is not None else [])]:
+                settle(blocked)
+        if parked:
+            raise Deadlock(self._report([t for tasks in parked.values() for t in tasks]))
+
+    def _report(self, blocked: list[Task]) -> str:
+        lines = []
+        for task in sorted(blocked, key=lambda t: (t.stage, t.index))[:8]:
+            edge = self.blocking(task)
+            assert edge is not None
+            src = self.plan.stages[edge.src]
+            lines.append(f"SM {task.sm} at task {task.index} of stage {task.stage} "
+                         f"{self.plan.stages[task.stage].name!r} waits by {edge.mechanism} on {edge.buffer!r} of stage "
+                         f"{edge.src} {src.name!r} ({len(self.done[edge.src])} of {src.tasks} tasks done)")
+        return f"deadlock: {len(blocked)} SMs blocked: " + "; ".join(lines)

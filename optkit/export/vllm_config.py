@@ -1,0 +1,138 @@
+"""What vLLM's configuration says, in the words of `support.Facts`; and the options given by --additional-config.
+
+Runs inside vLLM (0.32, 0.33) only.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from optkit.export.manifest import Artifact, ArtifactError, config_digest, load_artifact
+from optkit.export.scope import shape_constants
+from optkit.export.support import Facts
+from optkit.models.families import family_of
+from optkit.models.graph import Graph
+
+_SHORT = {torch.bfloat16: "bf16", torch.float32: "f32", torch.float16: "f16"}
+_FLAGS = ("enable_dbo", "enable_expert_parallel", "enable_eplb")
+
+
+@dataclass(frozen=True)
+class Options:
+    """--additional-config '{"optkit": {"artifact": DIR, "mode": "auto" | "require", "digest": "…"}}'.
+
+    `digest`, if given, must be the artifact's: then vLLM's configuration hash, and with it every compile cache of
+    vLLM, follows the artifact's content. Without it the plugin enters the digest itself when the model is built.
+    """
+
+    artifact: str
+    mode: Literal["auto", "require"] = "auto"
+    digest: str = ""
+
+    @classmethod
+    def of(cls, config: VllmConfig) -> Options | None:
+        """None where vLLM was started without an "optkit" entry. Raises ValueError with one line for a bad one."""
+        extra = config.additional_config
+        raw = extra.get("optkit") if isinstance(extra, dict) else None
+        if raw is None:
+            return None
+        if not isinstance(raw, dict):
+            raise ValueError(f"additional_config.optkit: {raw!r}: expected a mapping with the key artifact")
+        known = tuple(cls.__dataclass_fields__)
+        for key in raw:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ValueError(f"additional_config.optkit: {key}: unknown key, expected one of {', '.join(known)}"
+                                 f"{hint}")
+        if not isinstance(raw.get("artifact"), str) or not raw["artifact"]:
+            raise ValueError(f"additional_config.optkit.artifact: {raw.get('artifact')!r}: expected a directory")
+        if raw.get("mode", "auto") not in ("auto", "require"):
+            raise ValueError(f"additional_config.optkit.mode: {raw['mode']!r}: expected auto or require")
+        return cls(**raw)
+
+    def load(self, config: VllmConfig) -> Artifact:
+        """The verified artifact. A damaged one is never a reason to fall back: it raises ArtifactError in any mode."""
+        artifact = load_artifact(self.artifact)
+        if self.digest not in ("", artifact.digest):
+            raise ArtifactError(f"artifact {artifact.path}: digest {artifact.digest}, additional_config.optkit.digest "
+                                f"asks for {self.digest}")
+        config.additional_config["optkit"]["digest"] = artifact.digest
+        return artifact
+
+
+def raw_config(config: VllmConfig) -> dict[str, Any]:
+    """The checkpoint's config.json as written, not as a configuration class completes it."""
+    local = Path(config.model_config.model) / "config.json"
+    if local.is_file():
+        return json.loads(local.read_text())
+    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+    found = get_hf_file_to_dict("config.json", config.model_config.model, config.model_config.revision)
+    if found is None:
+        raise ValueError(f"model {config.model_config.model}: config.json not found")
+    return found
+
+
+def graph_of(config: VllmConfig, raw: Mapping[str, Any]) -> Graph:
+    """The decode step of this engine's checkpoint, on this rank. Raises ConfigError naming every key it cannot take."""
+    p = config.parallel_config
+    family = family_of(raw)
+    return family.build(family.Config.from_hf(raw), rows=config.scheduler_config.max_num_seqs,
+                        tp=p.tensor_parallel_size, rank=p.rank % p.tensor_parallel_size, peers="real")
+
+
+def facts(config: VllmConfig, raw: Mapping[str, Any], graph: Graph) -> Facts:
+    """Everything `unsupported` needs to know of this engine. `graph` is the one of its checkpoint."""
+    m, p, s = config.model_config, config.parallel_config, config.scheduler_config
+    gpu: dict[str, Any] = {}
+    if current_platform.is_cuda():
+        major, minor = torch.cuda.get_device_capability()
+        gpu = {"arch": f"sm_{major}{minor}a", "sms": torch.cuda.get_device_properties(0).multi_processor_count}
+    return Facts(
+        device="cpu" if current_platform.is_cpu() else "cuda", vllm=vllm.__version__,
+        architectures=tuple(raw.get("architectures") or ()), config_digest=config_digest(raw),
+        shape=shape_constants(graph), dtypes=_dtypes(config, graph), block_size=config.cache_config.block_size,
+        max_num_seqs=s.max_num_seqs, max_model_len=m.max_model_len, tp=p.tensor_parallel_size,
+        pp=p.pipeline_parallel_size, rank=p.rank % p.tensor_parallel_size, pp_rank=p.rank // p.tensor_parallel_size,
+        features=_features(config, graph), **gpu)
+
+
+def _dtypes(config: VllmConfig, graph: Graph) -> dict[str, str]:
+    activation = _SHORT.get(config.model_config.dtype, str(config.model_config.dtype))
+    kv = config.cache_config.cache_dtype
+    out = {"activation": activation}
+    for state in graph.states:
+        if state.kind in ("kv", "kv_heads"):
+            out["kv"] = activation if kv == "auto" else kv.replace("bfloat16", "bf16")
+        else:  # optkit's own model classes give these two to vLLM
+            out[state.kind] = state.dtype
+    return out
+
+
+def _features(config: VllmConfig, graph: Graph) -> tuple[str, ...]:
+    """Features that change a decode step or its caches and that no artifact is built for."""
+    p, c = config.parallel_config, config.cache_config
+    recurrent = any(s.kind == "recurrent" for s in graph.states)
+    found = {
+        "speculative decoding": config.speculative_config is not None,
+        "LoRA": config.lora_config is not None,
+        "KV transfer": config.kv_transfer_config is not None,
+        # Cached prefixes hold attention rows only; a recurrent state cannot be resumed from them.
+        "prefix caching of a model with recurrent state": recurrent and bool(c.enable_prefix_caching),
+        "decode context parallelism": getattr(p, "decode_context_parallel_size", 1) > 1,
+        "prefill context parallelism": getattr(p, "prefill_context_parallel_size", 1) > 1,
+        "data parallelism": p.data_parallel_size > 1,
+    }
+    found |= {flag.replace("_", " "): bool(getattr(p, flag, False)) for flag in _FLAGS}
+    return tuple(name for name, on in found.items() if on)
