@@ -160,8 +160,6 @@ def test_n_mistakes_give_n_lines_each_with_its_file(tmp_path: Path) -> None:
         (["tune.kv_splits=0"], "tune.kv_splits"),
         (["overlap.ring_slots=1"], "overlap.ring_slots"),
         (["validate.rollout_steps=300"], "validate.rollout_steps"),
-        (["validate.gate_max=1.1"], "validate.gate_max"),
-        (["validate.gate_median=0.9"], "validate.gate_median"),
         (["model.layers=[3,3]"], "model.layers"),
         (["model.layers=[1]"], "model.layers"),
         (["hardware.arch=sm90"], "hardware.arch"),
