@@ -6,9 +6,9 @@ recomputed from stages, accesses and edges. A failure names buffer, stages, task
 
 from __future__ import annotations
 
+from optkit.checks import Check, from_findings
 from optkit.plan.types import Plan
 from optkit.verify import mailbox, order, ring_model, rules
-from optkit.verify.check import Check, from_findings
 
 REPEAT = "optkit check {name}"
 
