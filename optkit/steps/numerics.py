@@ -24,9 +24,12 @@ def validate(recipe: Recipe, context: Context) -> None:
             context.not_run(name, f"{size:.1f} GB of weights: float64 takes a GPU (hardware.* checks), the CPU does up to "
                             f"{CPU_WEIGHTS_GB:g} GB", repeat=hardware_command(recipe, context))
         return
+    import torch
+
     from optkit.execute import Executor
     from optkit.validate import suite
 
+    torch.set_num_threads(1)  # thousands of small products: a second thread costs more in hand-overs than it computes
     weights = context.results["weights"] = load_weights(context.resolved, context.results["source"], graph)
     scenarios = suite.make(graph, recipe.validate, recipe.cache.block_size)
     runner = Executor(plan, graph, weights, scenarios.caches())
