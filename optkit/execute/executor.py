@@ -29,8 +29,8 @@ class Executor:
         graph: the graph it was made from (names of outputs and states).
         weights: Weight name -> resident tensor, MXFP4 as (packed, scales).
         caches: State name -> paged tensor, or (K, V); bound, not copied.
-        order: "stage" runs whole stages in one call each (fastest); an int seeds a random task order; "inverted" and
-            "greedy" are adversarial orders (schedule.POLICIES).
+        order: "stage" runs whole stages in one call each (fastest); an int seeds a random task order; "inverted",
+            "greedy" and "starve:N" are adversarial orders (see schedule).
         checked: poisons memory at the start of each step, and checks that every read sees the right writer's value.
         accesses: with `checked` and a task order, also checks that tasks touch only what their Accesses declare.
 
