@@ -114,7 +114,7 @@ class TeacherForced:
 
     def lacking(self, samples: int) -> list[int]:
         """Stages with an output of fewer than `samples` samples, and the attention stages that they complete."""
-        out = {i for i in range(len(self.plan.stages)) if any(len(self.samples.errors[k]) < samples for k in self.keys(i))}
+        out = {i for i in range(len(self.plan.stages)) if any(len(self.samples.errors.get(k, ())) < samples for k in self.keys(i))}
         parts = {b for i in out for b, s in self.io[i].reads.items() if s.kind == "partial"}
         return sorted(out | {i for i in range(len(self.plan.stages)) if any(
             s.kind == "partial" and b in parts for b, s in self.io[i].writes.items())})
@@ -297,13 +297,14 @@ def per_stage(runner: StageRunner, graph: Graph, weights: AnyWeights, scenario: 
     except RuntimeError as e:
         return [check("numerics.per_stage", False, None, 1.0, f"the runner failed: {e}", repeat)], []
     rows = forced.samples.numerics()
-    return [_band_check(rows, repeat), _probe_check(probes, repeat),
+    missing = {k for i in range(len(forced.plan.stages)) for k in forced.keys(i)} - {r.stage for r in rows}
+    return [_band_check(rows, sorted(missing), repeat), _probe_check(probes, repeat),
             _exact_check([forced.samples, *probes.values()], repeat)], rows
 
 
-def _band_check(rows: list[Numerics], repeat: str) -> Check:
-    few = [r.stage for r in rows if r.n < MIN_SAMPLES]
-    bad = [why(r) for r in rows if r.status == "fail" and r.n >= MIN_SAMPLES]
+def _band_check(rows: list[Numerics], missing: list[str], repeat: str) -> Check:
+    few = [r.stage for r in rows if r.n < MIN_SAMPLES] + missing
+    bad = [why(r) for r in rows if excess(r) > 1]
     if few:
         bad.append(f"fewer than {MIN_SAMPLES} samples: {', '.join(few)}")
     worst = max(rows, key=excess)
