@@ -4,8 +4,9 @@ Everything here judges a `StageRunner` (CPU executor or GPU runtime) against the
 plain bf16 implementation of `models.interpret` setting the noise band. Gates: see `gates`.
 """
 
+from optkit.checks import Check
 from optkit.validate.boundaries import boundaries
-from optkit.validate.check import Check, Numerics
+from optkit.validate.numerics import Numerics
 from optkit.validate.orders import orders, repeat
 from optkit.validate.per_stage import per_stage
 from optkit.validate.rollout import rollout

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 import torch
 
+from optkit.checks import Check, check
 from optkit.execute.runner import StageRunner
 from optkit.models.graph import Graph
-from optkit.validate.check import Check, check
 from optkit.validate.gates import FLOOR, MAX_FACTOR
 from optkit.validate.reference import AnyWeights, reference_weights
 from optkit.validate.rollout import foreign_states, trace

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
+from optkit.checks import Check, check
 from optkit.execute.executor import Executor
 from optkit.execute.memory import ExecutionError
 from optkit.execute.runner import StageRunner
 from optkit.execute.schedule import POLICIES
-from optkit.validate.check import Check, check
 from optkit.validate.scenario import Scenario, copy_caches, tensors
 
 Bits = list[torch.Tensor]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from optkit.checks import Check, check
 from optkit.execute.bodies.experts import distinct
 from optkit.execute.contents import Contents, Source, contents
 from optkit.execute.memory import DTYPES
@@ -23,8 +24,8 @@ from optkit.models.graph import Graph
 from optkit.models.ops import ChoiceError, Choices, StateTensor
 from optkit.models.ops.attnres import block_statistics
 from optkit.plan.types import Plan, Stage
-from optkit.validate.check import Check, Numerics, check
 from optkit.validate.gates import FLOOR, MAX_FACTOR, MEDIAN_FACTOR, MIN_SAMPLES, judge, row_errors
+from optkit.validate.numerics import Numerics
 from optkit.validate.reference import AnyWeights, active_rows, reference_weights, run_ops, state_rows
 from optkit.validate.scenario import Scenario, tensors, upcast
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from optkit.checks import Check, check
 from optkit.execute.runner import StageRunner
 from optkit.models import interpret
 from optkit.models.graph import Graph
 from optkit.models.ops import ChoiceError, Choices, StateTensor
-from optkit.validate.check import Check, Numerics, check
 from optkit.validate.gates import MAX_FACTOR, judge, row_errors
+from optkit.validate.numerics import Numerics
 from optkit.validate.per_stage import excess, why
 from optkit.validate.reference import AnyWeights, active_rows, reference_weights, state_rows
 from optkit.validate.scenario import Scenario, copy_caches, tensors

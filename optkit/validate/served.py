@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from optkit.checks import Check, check
 from optkit.models import interpret
 from optkit.models.graph import Graph
-from optkit.validate.check import Check, check
 from optkit.validate.reference import AnyWeights, reference_weights
 
 BLOCK = 16

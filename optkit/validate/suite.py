@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
+from optkit.checks import Check
 from optkit.execute.executor import Executor
 from optkit.execute.runner import StageRunner
 from optkit.models.graph import Graph
 from optkit.models.ops import StateTensor
 from optkit.validate.boundaries import boundaries, cases
-from optkit.validate.check import Check, Numerics
 from optkit.validate.gates import MIN_SAMPLES
+from optkit.validate.numerics import Numerics
 from optkit.validate.orders import orders, repeat
 from optkit.validate.per_stage import per_stage
 from optkit.validate.reference import AnyWeights, reference_weights
 from optkit.validate.rollout import rollout
 from optkit.validate.scenario import Scenario
-
-ROLLOUT_STEPS, ROLLOUT_BATCH = 64, 4
-ORDER_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,7 @@ class Suite:
     per_stage: Scenario
     rollout: Scenario
     orders: Scenario
+    order_seeds: int
     boundaries: dict[str, Scenario] = field(default_factory=dict)
 
     def caches(self) -> dict[str, StateTensor]:
@@ -42,19 +42,30 @@ class Suite:
         return self.per_stage.caches("bf16")
 
 
-def make(graph: Graph, block_size: int = 16, device: torch.device | str = "cpu", rollout_steps: int = ROLLOUT_STEPS) -> Suite:
-    """The suite of a graph; `rollout_steps` x 4 rows must reach 256 samples for the rollout to pass."""
+class Lengths(Protocol):
+    """How much to run; the recipe's `validate` group has these fields."""
+
+    rollout_steps: int
+    rollout_batch: int
+    order_seeds: int
+    order_steps: int
+    samples: int
+    seed: int
+
+
+def make(graph: Graph, want: Lengths, block_size: int = 16, device: torch.device | str = "cpu") -> Suite:
+    """The suite of a graph. The rollout's steps x rows must reach 256 samples for it to pass."""
     rows, device = graph.rows, torch.device(device)
-    steps = -(-MIN_SAMPLES // rows)
-    longest = 130 + max(rollout_steps, steps)  # the longest default start of a Scenario
+    steps, rollout_steps = -(-max(want.samples, MIN_SAMPLES) // rows), want.rollout_steps
+    longest = 130 + max(rollout_steps, steps, want.order_steps)  # the longest default start of a Scenario
     blocks, slots = 1 + rows * -(-longest // block_size), rows + 2
 
     def scenario(batch: int, n: int, seed: int) -> Scenario:
-        return Scenario(graph, batch, n, seed, block_size, blocks=blocks, slots=slots, device=device)
+        return Scenario(graph, batch, n, want.seed + seed, block_size, blocks=blocks, slots=slots, device=device)
 
-    batch = min(ROLLOUT_BATCH, rows)
-    return Suite(graph, scenario(rows, steps, 1), scenario(batch, rollout_steps, 2), scenario(batch, ORDER_STEPS, 3),
-                 cases(graph, block_size, blocks, slots, device))
+    batch = min(want.rollout_batch, rows)
+    return Suite(graph, scenario(rows, steps, 1), scenario(batch, rollout_steps, 2), scenario(batch, want.order_steps, 3),
+                 want.order_seeds, cases(graph, block_size, blocks, slots, device))
 
 
 def validate(runner: StageRunner, weights: AnyWeights, suite: Suite, command: str = "",
@@ -75,5 +86,5 @@ def validate(runner: StageRunner, weights: AnyWeights, suite: Suite, command: st
     progress("repetition and task orders")
     checks.append(repeat(runner, suite.orders, command))
     if isinstance(runner, Executor):
-        checks.append(orders(runner, suite.orders, command=command))
+        checks.append(orders(runner, suite.orders, range(suite.order_seeds), command=command))
     return checks, numerics

@@ -8,6 +8,7 @@ from math import ceil
 import pytest
 from plan_cases import GB300, check_order, choices, edges_between, graph, llama, names, stage, tiny, tiny_with
 
+from optkit.execute.contents import contents
 from optkit.models.emulation import emulation_coefficients
 from optkit.models.graph import Builder
 from optkit.plan.bodies import BODIES
@@ -34,6 +35,19 @@ def test_every_op_once_and_every_read_ordered(make, tp, mechanism):
     assert all(g.op(op).kind in ("rmsnorm", "attnres") for op in shared)
     assert {s.body for s in plan.stages} <= set(BODIES)
     check_order(plan)
+
+
+@pytest.mark.parametrize("make", ALL)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_stage_finds_its_values(make, tp):
+    """Each buffer still holds the value that the ops ask for when the stage reads it, however often it is reused."""
+    g, plan = graph("kimi_k3_tiny" if make is tiny else "llama_tiny", tp), make(tp)
+    values = {v.name for v in g.values}
+    for s, held in zip(plan.stages, contents(plan, g), strict=True):
+        ops = [g.op(name) for name in s.ops]
+        asked = {v for op in ops for v in op.inputs if v in values} - {v for op in ops for v in op.outputs}
+        found = {source.value for source in held.reads.values()}
+        assert asked <= found, (s.name, asked - found)
 
 
 def test_names_are_unique_and_sms_rotate():

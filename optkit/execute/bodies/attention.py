@@ -14,7 +14,6 @@ from optkit.execute.memory import Memory
 from optkit.models.ops import rms_scale
 from optkit.models.ops.attention import attention_combine, attention_part, rotate, split_ranges
 from optkit.plan.bodies import PARTIAL_EXTRA
-from optkit.plan.bodies import PARTIAL_EXTRA
 from optkit.plan.types import Stage
 
 
