@@ -62,11 +62,13 @@ def programs(plan: Plan, first: int, last: int) -> tuple[tuple[Task, ...], ...]:
 def _spans(plan: Plan, stage: int, buffer: str, rows: int, *, writes: bool) -> np.ndarray:
     """All (task, row, lo, hi) that `stage` touches of `buffer`, rows < `rows`; row -1 = all rows."""
     st, width = plan.stages[stage], plan.buffer[buffer].width
-    out = [(t, -1 if row is None else row, lo, hi)
-           for t in range(st.tasks)
-           for row, spans in touched(st, st.writes if writes else st.reads, st.units_of(t), buffer, width).items()
-           if row is None or row < rows
-           for lo, hi in spans]
+    out = [
+        (t, -1 if row is None else row, lo, hi)
+        for t in range(st.tasks)
+        for row, spans in touched(st, st.writes if writes else st.reads, st.units_of(t), buffer, width).items()
+        if row is None or row < rows
+        for lo, hi in spans
+    ]
     return np.array(out, dtype=np.int64).reshape(-1, 4)
 
 
@@ -106,8 +108,13 @@ class Scheduler:
         self.position = [0] * plan.sms  # of the task after each SM's head
         self.done: list[set[int]] = [set() for _ in plan.stages]
         self.random = random.Random(order if isinstance(order, int) else 0)
-        self.starved = frozenset({int(starve[1])} if starve else () if isinstance(order, str) or order % 2 == 0 else {
-            s for s in range(len(plan.stages)) if self.random.random() < STARVED})
+        self.starved = frozenset(
+            {int(starve[1])}
+            if starve
+            else ()
+            if isinstance(order, str) or order % 2 == 0
+            else {s for s in range(len(plan.stages)) if self.random.random() < STARVED}
+        )
 
     def blocking(self, task: Task) -> Edge | None:
         """The first edge that `task` still waits on, None if it may run."""
@@ -189,7 +196,9 @@ class Scheduler:
             edge = self.blocking(task)
             assert edge is not None
             src = self.plan.stages[edge.src]
-            lines.append(f"SM {task.sm} at task {task.index} of stage {task.stage} "
-                         f"{self.plan.stages[task.stage].name!r} waits by {edge.mechanism} on {edge.buffer!r} of stage "
-                         f"{edge.src} {src.name!r} ({len(self.done[edge.src])} of {src.tasks} tasks done)")
+            lines.append(
+                f"SM {task.sm} at task {task.index} of stage {task.stage} "
+                f"{self.plan.stages[task.stage].name!r} waits by {edge.mechanism} on {edge.buffer!r} of stage "
+                f"{edge.src} {src.name!r} ({len(self.done[edge.src])} of {src.tasks} tasks done)"
+            )
         return f"deadlock: {len(blocked)} SMs blocked: " + "; ".join(lines)

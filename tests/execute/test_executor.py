@@ -47,7 +47,9 @@ def test_is_a_stage_runner() -> None:
 def test_caches_may_have_any_strides(name: str) -> None:
     scenario = Scenario(graph(name), 3, 2)
     caches: dict[str, StateTensor] = {
-        k: (strided(t[0]), strided(t[1])) if isinstance(t, tuple) else strided(t) for k, t in scenario.caches("bf16").items()}
+        k: (strided(t[0]), strided(t[1])) if isinstance(t, tuple) else strided(t)
+        for k, t in scenario.caches("bf16").items()
+    }
     a, b = runner(name, scenario), Executor(plan(name), graph(name), weights(name), caches)
     for t in range(2):
         assert torch.equal(a.step(scenario.inputs(t)), b.step(scenario.inputs(t)))
@@ -65,7 +67,9 @@ def test_padded_rows_write_no_state_and_disturb_nobody(name: str, padding: tuple
     a, b = runner(name, full), runner(name, padded, order=0, checked=True)
     want, got = a.step(full.inputs(0)), b.step(padded.inputs(0))
     live = padded.active()
-    if name == "llama":  # K3's experts are summed in first-appearance order over all rows, so bits of rows may differ there
+    if (
+        name == "llama"
+    ):  # K3's experts are summed in first-appearance order over all rows, so bits of rows may differ there
         assert torch.equal(got[live], want[live])
     assert float(row_errors(got[live], want[live]).max()) < 0.2
     assert bool(torch.isfinite(got).all())
@@ -88,8 +92,10 @@ def test_row_count_must_fit_the_class() -> None:
 def test_missing_weights_and_caches_are_all_named() -> None:
     w, caches = dict(weights("llama")), Scenario(graph("llama"), 1, 1).caches("bf16")
     del w["model.embed_tokens.weight"], w["model.norm.weight"], caches["L1.kv"]
-    with pytest.raises(ValueError, match="embed_tokens.weight' is missing; weight 'model.norm.weight' is missing; "
-                                         "state 'L1.kv' has no cache"):
+    with pytest.raises(
+        ValueError,
+        match="embed_tokens.weight' is missing; weight 'model.norm.weight' is missing; state 'L1.kv' has no cache",
+    ):
         Executor(plan("llama"), graph("llama"), w, caches)
 
 
@@ -134,8 +140,14 @@ def test_pipeline_stage_hands_over_prefix_and_saved_rows() -> None:
     assert "in.p" in inputs and "token" not in inputs
     r = runner("k3", scenario, layers=layers)
     r.step(inputs)
-    want = interpret.run(g, interpret.cast_weights(g, weights("k3", 1, layers), "f64"), inputs, scenario.caches("f64"), "f64",
-                         Choices(r.choices(), 0.1))
+    want = interpret.run(
+        g,
+        interpret.cast_weights(g, weights("k3", 1, layers), "f64"),
+        inputs,
+        scenario.caches("f64"),
+        "f64",
+        Choices(r.choices(), 0.1),
+    )
     assert r.outputs().keys() >= set(g.outputs) - set(g.inputs)
     for name, got in r.outputs().items():
         assert float(row_errors(got, want[name]).max()) < 0.02, name
@@ -146,7 +158,11 @@ def test_contents_name_the_value_in_every_buffer() -> None:
     io = contents(p, g)
     assert {s.value for c in io for s in c.writes.values() if s.kind == "value"} <= {v.name for v in g.values}
     for stage, c in zip(p.stages, io, strict=True):
-        needed = {v for op in stage.ops for v in g.op(op).inputs} - {v for op in stage.ops for v in g.op(op).outputs} - {"token"}
+        needed = (
+            {v for op in stage.ops for v in g.op(op).inputs}
+            - {v for op in stage.ops for v in g.op(op).outputs}
+            - {"token"}
+        )
         have = {s.value for s in c.reads.values() if s.kind in ("value", "mailbox", "uniq")}
         assert needed <= have, stage.name
 

@@ -82,8 +82,11 @@ def unproven(p: Plan, dropped: Edge) -> bool:
                 known[sms] = np.maximum(known[sms], after[e.src])
         if i == dropped.dst:
             src = p.stages[dropped.src]
-            return any(known[sm, src.sm_of(u, p.sms)] < dropped.src and sm != src.sm_of(u, p.sms)
-                       for t, sm in enumerate(sms) for u in tagged_sources(p, dropped, p.rows)[t])
+            return any(
+                known[sm, src.sm_of(u, p.sms)] < dropped.src and sm != src.sm_of(u, p.sms)
+                for t, sm in enumerate(sms)
+                for u in tagged_sources(p, dropped, p.rows)[t]
+            )
         for sm in sms:
             known[sm, sm] = i
         after.append(known[sms].max(0))
@@ -124,7 +127,9 @@ def test_dropped_wait_names_buffer_and_writer() -> None:
     e = next(e for e in needed_edges(p) if not e.buffer.startswith("L"))
     scenario = Scenario(graph("llama"), 8, 1)
     r = runner("llama", scenario, without(p, e), order=f"starve:{e.src}", checked=True)
-    with pytest.raises(ExecutionError, match=f"reads buffer '{e.buffer}'.*before its write.*expected the value of stage {e.src} "):
+    with pytest.raises(
+        ExecutionError, match=f"reads buffer '{e.buffer}'.*before its write.*expected the value of stage {e.src} "
+    ):
         r.step(scenario.inputs(0))
 
 
@@ -159,7 +164,9 @@ def test_undeclared_accesses_are_refused() -> None:
     hidden = tuple(a for a in p.stages[pick].reads if a.buffer != p.stages[pick].param("g"))
     with pytest.raises(ExecutionError, match="reads buffer .*not declared in its Accesses"):
         run(replace(p, stages=tuple(replace(s, reads=hidden) if i == pick else s for i, s in enumerate(p.stages))))
-    narrow = tuple(replace(a, span=a.span // 2) if a.buffer == p.stages[pick].param("out") else a for a in p.stages[pick].writes)
+    narrow = tuple(
+        replace(a, span=a.span // 2) if a.buffer == p.stages[pick].param("out") else a for a in p.stages[pick].writes
+    )
     with pytest.raises(ExecutionError, match="writes buffer .*not declared in its Accesses"):
         run(replace(p, stages=tuple(replace(s, writes=narrow) if i == pick else s for i, s in enumerate(p.stages))))
     with pytest.raises(ExecutionError, match="uses state 'L1.recurrent': not in its Accesses"):

@@ -23,7 +23,12 @@ def test_runs() -> None:
 
 @given(st.sets(st.integers(0, 39)), st.integers(1, 8), st.integers(1, 8))
 def test_row_blocks_cover_the_active_units_once(units: set[int], parts: int, rows: int) -> None:
-    got = [r * parts + j for r0, r1, j0, j1 in row_blocks(sorted(units), parts, rows) for r in range(r0, r1) for j in range(j0, j1)]
+    got = [
+        r * parts + j
+        for r0, r1, j0, j1 in row_blocks(sorted(units), parts, rows)
+        for r in range(r0, r1)
+        for j in range(j0, j1)
+    ]
     assert sorted(got) == sorted(u for u in units if u < rows * parts)
     assert len(got) == len(set(got))
 

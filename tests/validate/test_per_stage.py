@@ -9,11 +9,12 @@ import pytest
 import torch
 from micro import body, edit, edit_parts, graph, plan, runner, weights
 
+from optkit.checks import Check
 from optkit.execute import Executor
 from optkit.execute.bodies import BODIES, experts
 from optkit.models.ops import WeightTensor
 from optkit.plan.types import Plan, Record
-from optkit.validate import Check, Numerics, per_stage
+from optkit.validate import Numerics, per_stage
 from optkit.validate.gates import MIN_SAMPLES
 from optkit.validate.scenario import Scenario
 
@@ -30,11 +31,22 @@ def test_right_plan_passes_with_enough_samples(name: str) -> None:
     scenario = Scenario(graph(name), 8, 32)
     checks, rows = per_stage(runner(name, scenario), graph(name), weights(name), scenario, "optkit run x")
     assert {c.name: c.status for c in checks} == {
-        "numerics.per_stage": "pass", "numerics.probes": "pass", "numerics.exact": "pass"}, checks
+        "numerics.per_stage": "pass",
+        "numerics.probes": "pass",
+        "numerics.exact": "pass",
+    }, checks
     assert all(r.n >= MIN_SAMPLES and r.status == "pass" for r in rows)
     assert all(c.repeat == "optkit run x" for c in checks)
-    parts = {"gemv", "embed", "attn_combine", *(("kda", "mla_insert", "route", "expert_gate_up", "expert_down", "blockstats")
-                                              if name == "k3" else ("rope_insert",))}
+    parts = {
+        "gemv",
+        "embed",
+        "attn_combine",
+        *(
+            ("kda", "mla_insert", "route", "expert_gate_up", "expert_down", "blockstats")
+            if name == "k3"
+            else ("rope_insert",)
+        ),
+    }
     assert {r.stage.split(":")[0] for r in rows} == parts
 
 
@@ -54,10 +66,21 @@ def test_the_short_run_used_below_is_green_on_a_right_plan() -> None:
 
 
 CONSTANTS = [
-    ("k3", "gemv", "x.eps"), ("k3", "gemv", "x.mix_eps"), ("k3", "gemv", "act:beta"), ("k3", "gemv", "act:linear_beta"),
-    ("k3", "kda", "lower_bound"), ("k3", "kda", "l2_eps"), ("k3", "kda", "eps"), ("k3", "mla_insert", "eps"),
-    ("k3", "attn", "scale"), ("k3", "route", "scale"), ("k3", "expert_gate_up", "beta"), ("k3", "expert_gate_up", "linear_beta"),
-    ("llama", "gemv", "x.eps"), ("llama", "rope_insert", "theta"), ("llama", "attn", "scale"),
+    ("k3", "gemv", "x.eps"),
+    ("k3", "gemv", "x.mix_eps"),
+    ("k3", "gemv", "act:beta"),
+    ("k3", "gemv", "act:linear_beta"),
+    ("k3", "kda", "lower_bound"),
+    ("k3", "kda", "l2_eps"),
+    ("k3", "kda", "eps"),
+    ("k3", "mla_insert", "eps"),
+    ("k3", "attn", "scale"),
+    ("k3", "route", "scale"),
+    ("k3", "expert_gate_up", "beta"),
+    ("k3", "expert_gate_up", "linear_beta"),
+    ("llama", "gemv", "x.eps"),
+    ("llama", "rope_insert", "theta"),
+    ("llama", "attn", "scale"),
 ]
 
 
@@ -67,8 +90,11 @@ def test_every_constant_matters(name: str, stage: str, key: str) -> None:
     p = plan(name)
     if key.startswith("x."):
         short = key[2:]
-        wrong = edit(p, lambda s: s.body == stage and s.param("x")[short] != 0.0,
-                     lambda d: {"x": Record({**d["x"], short: 10 * d["x"][short]})})
+        wrong = edit(
+            p,
+            lambda s: s.body == stage and s.param("x")[short] != 0.0,
+            lambda d: {"x": Record({**d["x"], short: 10 * d["x"][short]})},
+        )
     elif key.startswith("act:"):
         short = key[4:]
         wrong = edit_parts(p, lambda x: x["epilogue"] == "act", lambda x: {short: 10 * x[short]})
@@ -103,14 +129,19 @@ def test_swapped_gate_and_up(name: str, swap: str) -> None:
     if swap == "experts":
         wrong = edit(p, body("expert_gate_up"), lambda d: {"w1": d["w3"], "w3": d["w1"]})
     else:
-        wrong = edit_parts(p, lambda x: x["epilogue"] == "act", lambda x: {"weight": x["weight2"], "weight2": x["weight"]})
+        wrong = edit_parts(
+            p, lambda x: x["epilogue"] == "act", lambda x: {"weight": x["weight2"], "weight2": x["weight"]}
+        )
     assert "per_stage" in red(judged(name, wrong, steps=1)[0])
 
 
-@pytest.mark.parametrize(("stage", "key", "value"), [
-    ("attn", "scale", 1.0),  # scores not scaled
-    ("route", "scale", 1.01),  # 1 % on the experts' weights
-])
+@pytest.mark.parametrize(
+    ("stage", "key", "value"),
+    [
+        ("attn", "scale", 1.0),  # scores not scaled
+        ("route", "scale", 1.01),  # 1 % on the experts' weights
+    ],
+)
 def test_missing_scale(stage: str, key: str, value: float) -> None:
     assert "per_stage" in red(judged("k3", edit(plan("k3"), body(stage), lambda _: {key: value}), steps=1)[0])
 
@@ -126,7 +157,9 @@ def patched(monkeypatch: pytest.MonkeyPatch, stage: str, fault: Any) -> None:
 
 
 def test_top_k_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def second_to_last(logits: torch.Tensor, bias: torch.Tensor, topk: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def second_to_last(
+        logits: torch.Tensor, bias: torch.Tensor, topk: int, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         s = torch.sigmoid(logits)
         ids = torch.sort(s + bias, dim=-1, descending=True, stable=True).indices[:, 1 : topk + 1]
         chosen = s.gather(-1, ids)
@@ -145,11 +178,14 @@ def test_expert_table_with_a_lost_choice(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "exact" in red(checks) and "table of distinct experts" in checks["exact"].reason
 
 
-@pytest.mark.parametrize(("name", "stage", "key"), [("k3", "kda", "state_slot"), ("k3", "mla_insert", "slot_mapping"),
-                                                  ("llama", "rope_insert", "slot_mapping")])
+@pytest.mark.parametrize(
+    ("name", "stage", "key"),
+    [("k3", "kda", "state_slot"), ("k3", "mla_insert", "slot_mapping"), ("llama", "rope_insert", "slot_mapping")],
+)
 def test_state_to_wrong_slot(monkeypatch: pytest.MonkeyPatch, name: str, stage: str, key: str) -> None:
     """Planted fault: rows 0 and 1 write to each other's slot, or one row to a slot of nobody."""
     for swap in (True, False):
+
         def wrong(original: Any, swap: bool = swap) -> Any:
             def run(s: Any, units: Any, mem: Any) -> None:
                 kept = mem.inputs[key]
@@ -161,6 +197,7 @@ def test_state_to_wrong_slot(monkeypatch: pytest.MonkeyPatch, name: str, stage: 
                 mem.inputs[key] = moved
                 original(s, units, mem)
                 mem.inputs[key] = kept
+
             return run
 
         with monkeypatch.context() as m:
@@ -171,8 +208,15 @@ def test_state_to_wrong_slot(monkeypatch: pytest.MonkeyPatch, name: str, stage: 
             assert "that no active row owns" in checks["exact"].reason
 
 
-@pytest.mark.parametrize("weight", ["model.layers.1.self_attn.f_b_proj.weight", "model.layers.1.self_attn.k_conv1d.weight",
-                                    "model.layers.2.mlp_res_proj.weight", "model.layers.3.block_sparse_moe.experts.w2"])
+@pytest.mark.parametrize(
+    "weight",
+    [
+        "model.layers.1.self_attn.f_b_proj.weight",
+        "model.layers.1.self_attn.k_conv1d.weight",
+        "model.layers.2.mlp_res_proj.weight",
+        "model.layers.3.block_sparse_moe.experts.w2",
+    ],
+)
 def test_a_wrong_weight_is_seen(weight: str) -> None:
     w: dict[str, WeightTensor] = dict(weights("k3"))
     t = w[weight]
@@ -185,7 +229,12 @@ def test_a_wrong_weight_is_seen(weight: str) -> None:
 
 def test_a_runner_that_fails_is_a_failed_check() -> None:
     p = plan("llama")
-    wrong = replace(p, stages=tuple(replace(s, params=tuple(x for x in s.params if x[0] != "weight")) if s.body == "embed" else s
-                                    for s in p.stages))
+    wrong = replace(
+        p,
+        stages=tuple(
+            replace(s, params=tuple(x for x in s.params if x[0] != "weight")) if s.body == "embed" else s
+            for s in p.stages
+        ),
+    )
     checks, rows = judged("llama", wrong, steps=1)
     assert checks["per_stage"].status == "fail" and "stage 0 'embed'" in checks["per_stage"].reason and not rows

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from micro import body, edit, graph, plan, runner, weights
 
+from optkit.checks import Check
 from optkit.execute.bodies import BODIES, attention, experts
 from optkit.plan.types import Plan
-from optkit.validate import Check, boundaries, make, repeat, rollout, validate
+from optkit.validate import boundaries, make, repeat, rollout, validate
 from optkit.validate.boundaries import cases
 from optkit.validate.rollout import Trace
 from optkit.validate.scenario import Scenario, tensors
+
+LENGTHS = SimpleNamespace(rollout_steps=8, rollout_batch=4, order_seeds=8, order_steps=2, samples=256, seed=0)
 
 
 def rolled(name: str, p: Plan | None = None, steps: int = 6) -> dict[str, Check]:
@@ -76,14 +80,16 @@ def test_state_lost_between_steps_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("name", ["k3", "llama"])
 def test_boundary_cases_pass(name: str) -> None:
-    suite = make(graph(name), rollout_steps=8)
+    suite = make(graph(name), LENGTHS)
     r = runner(name, suite.per_stage)
     checks = boundaries(r, graph(name), weights(name), suite.boundaries)
     assert [c.name for c in checks] == [f"boundary.{n}" for n in cases(graph(name))]
     assert all(c.status == "pass" for c in checks), checks
 
 
-@pytest.mark.parametrize(("name", "stage", "key"), [("k3", "kda", "state_slot"), ("llama", "rope_insert", "slot_mapping")])
+@pytest.mark.parametrize(
+    ("name", "stage", "key"), [("k3", "kda", "state_slot"), ("llama", "rope_insert", "slot_mapping")]
+)
 def test_padding_that_writes_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, stage: str, key: str) -> None:
     original = BODIES[stage]
 
@@ -95,8 +101,10 @@ def test_padding_that_writes_is_seen(monkeypatch: pytest.MonkeyPatch, name: str,
         mem.inputs[key] = kept
 
     monkeypatch.setitem(BODIES, stage, unmasked)
-    suite = make(graph(name), rollout_steps=8)
-    checks = {c.name: c for c in boundaries(runner(name, suite.per_stage), graph(name), weights(name), suite.boundaries)}
+    suite = make(graph(name), LENGTHS)
+    checks = {
+        c.name: c for c in boundaries(runner(name, suite.per_stage), graph(name), weights(name), suite.boundaries)
+    }
     for case in ("padded rows", "padding first"):
         assert checks[f"boundary.{case}"].status == "fail" and "no live row owns" in checks[f"boundary.{case}"].reason
     assert checks["boundary.batch 1"].status == "pass"
@@ -105,9 +113,14 @@ def test_padding_that_writes_is_seen(monkeypatch: pytest.MonkeyPatch, name: str,
 def test_page_edge_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: attention leaves out the newest token where it is the first of its page."""
     original = attention._length
-    monkeypatch.setattr(attention, "_length", lambda mem, row: n - 1 if (n := original(mem, row)) % 16 == 1 and n > 1 else n)
-    suite = make(graph("llama"), rollout_steps=8)
-    checks = {c.name: c.status for c in boundaries(runner("llama", suite.per_stage), graph("llama"), weights("llama"), suite.boundaries)}
+    monkeypatch.setattr(
+        attention, "_length", lambda mem, row: n - 1 if (n := original(mem, row)) % 16 == 1 and n > 1 else n
+    )
+    suite = make(graph("llama"), LENGTHS)
+    checks = {
+        c.name: c.status
+        for c in boundaries(runner("llama", suite.per_stage), graph("llama"), weights("llama"), suite.boundaries)
+    }
     assert checks["boundary.page edges"] == "fail" and checks["boundary.batch 1"] == "pass"
 
 
@@ -129,14 +142,22 @@ def test_repeat_sees_a_runner_that_is_not_deterministic() -> None:
 
 def test_suite_runs_everything_on_one_set_of_caches() -> None:
     g = graph("llama")
-    suite = make(g)
+    suite = make(g, SimpleNamespace(**{**vars(LENGTHS), "rollout_steps": 64}))
     r = runner("llama", suite.per_stage)
     told: list[str] = []
     checks, rows = validate(r, weights("llama"), suite, "optkit run x", told.append)
     assert all(c.status == "pass" for c in checks), checks
     assert {c.name for c in checks} == {
-        "numerics.per_stage", "numerics.probes", "numerics.exact", "rollout.logits", "rollout.choices", "rollout.state",
-        *(f"boundary.{n}" for n in cases(g)), "repeat.bits", "orders.bits"}
+        "numerics.per_stage",
+        "numerics.probes",
+        "numerics.exact",
+        "rollout.logits",
+        "rollout.choices",
+        "rollout.state",
+        *(f"boundary.{n}" for n in cases(g)),
+        "repeat.bits",
+        "orders.bits",
+    }
     assert len(told) == 4 and rows[-1].stage == "rollout:logits"
 
 
