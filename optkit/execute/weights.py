@@ -5,7 +5,7 @@ Assumes bf16 and f32 tensors or MXFP4 pairs by Weight name, as models.checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -48,17 +48,14 @@ class WeightStore:
                 self._cache[key] = tiles.view(count, rows, k)
         return self._cache[key]
 
-    def expert_tiles(self, name: str, experts: Sequence[int], rows: int) -> torch.Tensor:
-        """Chosen experts of a stack [E, out, in]: [len(experts), out / rows, rows, in] float32."""
+    def expert_tiles(self, name: str, expert: int, rows: int) -> torch.Tensor:
+        """One expert of a stack [E, out, in]: [out / rows, rows, in] float32."""
         w = self._source[name]
-        index = torch.tensor(list(experts), dtype=torch.int64, device=w[0].device)
-        packed = isinstance(w, tuple)
-        nbytes = 4 * (w[0].numel() * 2 if isinstance(w, tuple) else w.numel())
-        if nbytes > EXPANDED_LIMIT:
-            chosen = dequantise(w[0][index], w[1][index], torch.float32) if packed else w[index].float()
+        stack = self._cache.get((name, 0))
+        if stack is None and (w[0].numel() * 2 if isinstance(w, tuple) else w.numel()) * 4 <= EXPANDED_LIMIT:
+            stack = self._cache[name, 0] = dequantise(*w, torch.float32) if isinstance(w, tuple) else w.float()
+        if stack is not None:
+            one = stack[expert]
         else:
-            key = (name, 0)
-            if key not in self._cache:
-                self._cache[key] = (dequantise(w[0], w[1], torch.float32) if isinstance(w, tuple) else w.float())
-            chosen = self._cache[key][index]
-        return chosen.reshape(len(experts), -1, rows, chosen.shape[-1])
+            one = dequantise(w[0][expert], w[1][expert], torch.float32) if isinstance(w, tuple) else w[expert].float()
+        return one.reshape(-1, rows, one.shape[-1])

@@ -63,11 +63,9 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     return data
 
 
-def whole_graph(graph: Graph) -> Graph:
-    """The unsharded graph of all layers of the model that `graph` is a part of."""
-    module = families.FAMILIES[graph.family]
-    constants = dict(graph.constants)
-    return module.build(module.Config(**{f.name: constants[f.name] for f in fields(module.Config)}), rows=graph.rows)
+def checkpoint_weights(module: ModuleType, config: Any) -> tuple[Weight, ...]:
+    """Every weight of the unsharded model, those that no step reads included."""
+    return (*module.build(config, rows=1).weights, *module.unused_weights(config))
 
 
 def _parallel(graph: Graph) -> tuple[int, int]:
@@ -169,9 +167,11 @@ def _mistakes(graph: Graph, found: Mapping[str, Found], module: ModuleType) -> I
             yield f"{name}: shape {list(have.shape)} in {have.file}: expected {least}{list(source.shape)}"
         if have.dtype != source.dtype:
             yield f"{name}: dtype {have.dtype} in {have.file}: expected {source.dtype}"
-    whole = {s.name for w in whole_graph(graph).weights for s in packing.sources(w, 1)}
+    constants = dict(graph.constants)
+    config = module.Config(**{f.name: constants[f.name] for f in fields(module.Config)})
+    whole = {s.name for w in checkpoint_weights(module, config) for s in packing.sources(w, 1)}
     for name in sorted(set(found) - whole):
-        if not module.ignores(name, dict(graph.constants)):
+        if not module.ignores(name, constants):
             yield f"{name}: unexpected tensor in {found[name].file}: not part of {graph.family}"
 
 
@@ -224,10 +224,10 @@ def _stored_shape(source: Source) -> tuple[int, ...]:
     return (-(-source.shape[0] // TAIL) * TAIL, *source.shape[1:]) if source.longer else source.shape
 
 
-def _groups(graph: Graph) -> list[list[Weight]]:
+def _groups(weights: tuple[Weight, ...]) -> list[list[Weight]]:
     """Weights that share checkpoint tensors, together."""
     groups: dict[tuple[str, ...], list[Weight]] = {}
-    for w in graph.weights:
+    for w in weights:
         groups.setdefault(w.source, []).append(w)
     return list(groups.values())
 
@@ -235,9 +235,9 @@ def _groups(graph: Graph) -> list[list[Weight]]:
 def random_tensors(config_json: Mapping[str, Any], seed: int = 0) -> Iterator[dict[str, Tensor]]:
     """Random checkpoint tensors of a whole model, by names without wrapper prefix, a few at a time."""
     module = families.family_of(config_json)
-    graph = module.build(module.Config.from_hf(config_json), rows=1)
-    tied = has_tied_head(graph)
-    for group in _groups(graph):
+    config = module.Config.from_hf(config_json)
+    tied = has_tied_head(module.build(config, rows=1))
+    for group in _groups(checkpoint_weights(module, config)):
         out = {
             s.name: torch.zeros(_stored_shape(s), dtype=TORCH_DTYPE[s.dtype])
             for w in group
@@ -267,8 +267,8 @@ def write_random(directory: str | Path, config_json: Mapping[str, Any], seed: in
         raise ValueError(f"shards: {shards}: expected >= 1")
     module = families.family_of(config_json)
     prefix = module.WRAPPER_PREFIX if "text_config" in config_json else ""
-    whole = module.build(module.Config.from_hf(config_json), rows=1)
-    limit = sum(w.nbytes for w in whole.weights) / shards
+    whole = checkpoint_weights(module, module.Config.from_hf(config_json))
+    limit = sum(w.nbytes for w in whole) / shards
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

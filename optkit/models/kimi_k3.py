@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optkit.models.config import ConfigError, Reader, divides
-from optkit.models.graph import MX_GROUP, Graph
+from optkit.models.graph import MX_GROUP, Graph, Weight
 from optkit.models.step import StepBuilder
 
 FAMILY = "kimi_k3"
@@ -24,6 +24,13 @@ VISION_PREFIXES = ("vision_tower.", "vision_model.", "mm_projector.", "multi_mod
 def ignores(name: str, constants: Mapping[str, Any]) -> bool:
     """True for checkpoint tensors that text decode has no part for: the wrapper's vision tower."""
     return name.startswith(VISION_PREFIXES)
+
+
+def unused_weights(config: Config) -> tuple[Weight, ...]:
+    """Tensors that a checkpoint holds and no step reads: layer 0 has residual-mix weights but no row to mix yet."""
+    n = "model.layers.0.self_attention_res"
+    shapes = {n + "_norm.weight": (config.hidden_size,), n + "_proj.weight": (1, config.hidden_size)}
+    return tuple(Weight(name, shape, "bf16", (name,)) for name, shape in shapes.items())
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,8 @@ class Config:
             raise ConfigError(f"config.json: model_type: {model_type!r}: expected one of {', '.join(MODEL_TYPES)}")
         top = Reader(config_json)
         t = top.sub("text_config") if model_type == "kimi_k3" else top
-        if model_type == "kimi_k3" and not top.mistakes:
+        top.check()
+        if model_type == "kimi_k3":
             t.only("model_type", "kimi_linear")
         linear = t.sub("linear_attn_config")
         layers = t.integer("num_hidden_layers")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optkit.models.config import ConfigError, Reader, divides
-from optkit.models.graph import Graph
+from optkit.models.graph import Graph, Weight
 from optkit.models.step import StepBuilder
 
 FAMILY = "llama"
@@ -21,6 +21,11 @@ WRAPPER_PREFIX = "language_model."
 def ignores(name: str, constants: Mapping[str, Any]) -> bool:
     """True for tensors that HF does not read either: old files' rotary table, and a tied head that is stored again."""
     return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and constants["tie_word_embeddings"])
+
+
+def unused_weights(config: Config) -> tuple[Weight, ...]:
+    """Tensors that a checkpoint holds and no step reads: none."""
+    return ()
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,22 @@ def ring(stages: tuple[Stage, ...], choices: PlanChoices, problems: list[str]) -
     left = hw.smem - FIXED_SMEM - largest.smem
     fit = left // SLOT_BYTES
     if fit < MIN_RING:
-        problems.append(f"shared memory: stage {largest.name} ({largest.body}) needs {largest.smem} bytes beside a ring of at "
-                        f"least {MIN_RING} x {SLOT_BYTES} and {FIXED_SMEM} fixed: {largest.smem + MIN_RING * SLOT_BYTES + FIXED_SMEM} "
-                        f"bytes asked, {hw.smem} there on {hw.name}")
-    asked = choices.tune.ring_slots
+        asked_bytes = largest.smem + MIN_RING * SLOT_BYTES + FIXED_SMEM
+        problems.append(
+            f"shared memory: stage {largest.name} ({largest.body}) needs {largest.smem} bytes beside a ring of "
+            f"at least {MIN_RING} x {SLOT_BYTES} and {FIXED_SMEM} fixed: {asked_bytes} bytes asked, "
+            f"{hw.smem} there on {hw.name}"
+        )
+    asked = choices.overlap.ring_slots
     if asked and asked > fit >= MIN_RING:
-        problems.append(f"tune.ring_slots = {asked}: {asked * SLOT_BYTES} bytes asked, {left} left on {hw.name} beside stage "
-                        f"{largest.name} ({largest.smem}): at most {fit}")
-    if asked == 1:
-        problems.append(f"tune.ring_slots = 1: expected at least {MIN_RING}")
+        problems.append(
+            f"overlap.ring_slots = {asked}: {asked * SLOT_BYTES} bytes asked, {left} left on {hw.name} beside stage "
+            f"{largest.name} ({largest.smem}): at most {fit}"
+        )
     worst = max(stages, key=lambda s: s.regs)
     if worst.regs * THREADS > hw.registers:
-        problems.append(f"registers: body {worst.body} declares {worst.regs} a thread x {THREADS} threads = "
-                        f"{worst.regs * THREADS} asked, {hw.registers} there on {hw.name}")
+        problems.append(
+            f"registers: body {worst.body} declares {worst.regs} a thread x {THREADS} threads = "
+            f"{worst.regs * THREADS} asked, {hw.registers} there on {hw.name}"
+        )
     return asked or max(fit, 0)

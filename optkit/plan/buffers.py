@@ -16,6 +16,7 @@ from optkit.plan.bodies import Shape
 from optkit.plan.types import Buffer
 
 STEP_INPUTS = {"token": "i32", "seq_len": "i32", "block_table": "i32", "slot_mapping": "i64", "state_slot": "i32"}
+POOL_REST = 24  # stages, about two layers: reuse is then proven by the stages between, without an edge of its own
 _LAYER = re.compile(r"^L(\d+)\.(.+)$")
 
 
@@ -27,8 +28,15 @@ class Names:
     buffers: dict[str, Buffer] = field(default_factory=dict)
 
 
-def assign(graph: Graph, order: list[int], shapes: list[Shape], extra: dict[str, Value], mailboxes: dict[str, int],
-           blocks_per_row: int, copies: int) -> Names:
+def assign(
+    graph: Graph,
+    order: list[int],
+    shapes: list[Shape],
+    extra: dict[str, Value],
+    mailboxes: dict[str, int],
+    blocks_per_row: int,
+    copies: int,
+) -> Names:
     """Give every value that crosses a stage boundary a buffer.
 
     `order` is the global order of `shapes`. `blocks_per_row` is the width of the block table at the recipe's context.
@@ -69,7 +77,7 @@ def assign(graph: Graph, order: list[int], shapes: list[Shape], extra: dict[str,
                 name, k = f"{stem}@{k}", k + 1
         else:
             pool = pools.setdefault(stem, [])
-            idle = [n for n in pool if free_at[n] < at]
+            idle = [n for n in pool if free_at[n] + POOL_REST < at]
             name = min(idle, key=lambda n: free_at[n]) if idle else f"{stem}@{len(pool)}"
             if not idle:
                 pool.append(name)
@@ -77,8 +85,15 @@ def assign(graph: Graph, order: list[int], shapes: list[Shape], extra: dict[str,
         free_at[name] = last[value]
         if name not in names.buffers:
             one_row = value in extra and dtype == "i32"  # lists of the whole step, not of a row
-            names.buffers[name] = Buffer(name, "mailbox" if ranks else "scratch" if value in extra else "activation", dtype,
-                                         1 if one_row else graph.rows, v.width, ranks=ranks, copies=copies if ranks else 1)
+            names.buffers[name] = Buffer(
+                name,
+                "mailbox" if ranks else "scratch" if value in extra else "activation",
+                dtype,
+                1 if one_row else graph.rows,
+                v.width,
+                ranks=ranks,
+                copies=copies if ranks else 1,
+            )
 
     values = {v.name for v in graph.values}
     for at, i in enumerate(order):

@@ -13,13 +13,13 @@ from optkit.models.graph import Graph
 from optkit.plan import budget, memory
 from optkit.plan.bodies import SLOT_BYTES, THREADS, Context, Shape, V, shape_of
 from optkit.plan.buffers import assign
-from optkit.plan.choices import PlanChoices
+from optkit.plan.choices import TOKEN_CLASS, PlanChoices
 from optkit.plan.compress import segments_of
 from optkit.plan.edges import derive, own_region
 from optkit.plan.errors import PlanError
 from optkit.plan.fuse import Proto, fuse
 from optkit.plan.order import sort
-from optkit.plan.types import Access, IndexSet, Plan, Record, Stage, Stream
+from optkit.plan.types import Access, IndexSet, Plan, Record, Stage
 
 
 def build_plan(graph: Graph, choices: PlanChoices) -> Plan:
@@ -30,7 +30,7 @@ def build_plan(graph: Graph, choices: PlanChoices) -> Plan:
     problems = choices.problems() + _mismatches(graph, choices)
     if problems:
         raise PlanError(problems)
-    sms = choices.tune.sms or choices.hardware.sms
+    sms = choices.sms
     fused = fuse(graph, choices)
     ctx = Context(graph.rows)
     shapes = [shape_of(p.body, p.params, ctx) for p in fused.protos]
@@ -40,22 +40,39 @@ def build_plan(graph: Graph, choices: PlanChoices) -> Plan:
     names = assign(graph, order, shapes, fused.extra, fused.mailboxes, blocks_per_row, copies)
     stages = place([(fused.protos[i], shapes[i]) for i in order], names.of, choices, sms)
     leaves = frozenset(names.of[v] for v in graph.outputs)
-    edges, mechanism = derive(stages, names.buffers, choices.sync, sms, leaves)
-    buffers = tuple(replace(b, layout="tagged" if mechanism.get(b.name) in ("tagged", "peer_mailbox")
-                            or b.klass == "mailbox" else "plain") for b in names.buffers.values())
+    edges, mechanism = derive(stages, names.buffers, choices.sync, sms, leaves, choices.parallel.peers == "real")
+    buffers = tuple(
+        replace(
+            b,
+            layout="tagged" if mechanism.get(b.name) in ("tagged", "peer_mailbox") else "plain",
+        )
+        for b in names.buffers.values()
+    )
     ring_slots = budget.ring(stages, choices, problems)
     sizes = memory.account(graph, buffers, choices)
     problems += memory.problems(sizes, graph, choices)
     if problems:
         raise PlanError(problems)
     return Plan(
-        name=choices.name, recipe_digest=choices.recipe_digest, hardware=_pairs(asdict(choices.hardware)), sms=sms,
-        rows=graph.rows, parallel=_pairs({**asdict(choices.parallel), "layers": graph.layers}), stages=stages,
-        segments=segments_of(stages, graph.family), buffers=buffers, edges=edges,
-        index_sets=index_sets(stages, graph), ring_slots=ring_slots, ring_slot_bytes=SLOT_BYTES, threads=THREADS,
-        choices=_pairs({k: Record(asdict(getattr(choices, k))) for k in ("fusion", "overlap", "sync", "decode", "cache",
-                                                                         "tune")}),
-        memory=sizes)
+        name=choices.name,
+        recipe_digest=choices.recipe_digest,
+        hardware=_pairs({**asdict(choices.hardware), "smem": choices.hardware.smem, "memory": choices.hardware.memory}),
+        sms=sms,
+        rows=graph.rows,
+        parallel=_pairs({**asdict(choices.parallel), "layers": graph.layers}),
+        stages=stages,
+        segments=segments_of(stages, graph.family),
+        buffers=buffers,
+        edges=edges,
+        index_sets=index_sets(stages, graph),
+        ring_slots=ring_slots,
+        ring_slot_bytes=SLOT_BYTES,
+        threads=THREADS,
+        choices=_pairs(
+            {k: Record(asdict(getattr(choices, k))) for k in ("fusion", "overlap", "sync", "decode", "cache", "tune")}
+        ),
+        memory=sizes,
+    )
 
 
 def _pairs(d: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -65,13 +82,20 @@ def _pairs(d: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 def _mismatches(graph: Graph, choices: PlanChoices) -> list[str]:
     """Where the graph was built for something else than the choices say."""
     out = []
-    if graph.rows != choices.decode.rows:
-        out.append(f"decode.rows = {choices.decode.rows}: the graph was built for {graph.rows} rows")
+    if graph.rows != TOKEN_CLASS:
+        out.append(f"graph {graph.name}: built for {graph.rows} rows, the kernel's token class is {TOKEN_CLASS}")
     for op in graph.ops:
         if op.kind in ("all_reduce", "all_gather"):
-            have = {"tp": op.attr("ranks"), "rank": op.attr("rank"), "peers": dict(op.attrs).get("peers", choices.parallel.peers)}
-            out += [f"parallel.{k} = {getattr(choices.parallel, k)}: the graph was built for {v}" for k, v in have.items()
-                    if v != getattr(choices.parallel, k)]
+            have = {
+                "tp": op.attr("ranks"),
+                "rank": op.attr("rank"),
+                "peers": dict(op.attrs).get("peers", choices.parallel.peers),
+            }
+            out += [
+                f"parallel.{k} = {getattr(choices.parallel, k)}: the graph was built for {v}"
+                for k, v in have.items()
+                if v != getattr(choices.parallel, k)
+            ]
             break
     return out
 
@@ -92,9 +116,23 @@ def place(items: list[tuple[Proto, Shape]], names: dict[str, str], choices: Plan
         if streams:
             ahead = choices.overlap.weight_stream and not any(s.index for s in streams)
             params["stream"] = "ahead" if ahead else "after_wait"
-        stage = Stage(proto.name, proto.body, proto.ops, proto.layer, shape.units, shape.row_units, tasks, next_sm, shape.assign,
-                      _accesses(shape.reads, names), _accesses(shape.writes, names), streams, _pairs(params), shape.smem,
-                      shape.regs)
+        stage = Stage(
+            proto.name,
+            proto.body,
+            proto.ops,
+            proto.layer,
+            shape.units,
+            shape.row_units,
+            tasks,
+            next_sm,
+            shape.assign,
+            _accesses(shape.reads, names),
+            _accesses(shape.writes, names),
+            streams,
+            _pairs(params),
+            shape.smem,
+            shape.regs,
+        )
         at = _stay(stage, stages, writer, sms)
         if at is None:
             next_sm = (next_sm + tasks) % sms
@@ -153,6 +191,3 @@ def index_sets(stages: tuple[Stage, ...], graph: Graph) -> tuple[IndexSet, ...]:
     if kinds & {"conv", "recurrent"}:
         out.append(IndexSet("state_slot", "contract:vllm", graph.rows, ("injective", "nonpositive_is_padding")))
     return tuple(out)
-
-
-__all__ = ["Stream", "build_plan"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from optkit.plan.types import Access, Buffer, Edge, IndexSet, Plan, Record, Segment, Stage, Stream
@@ -56,7 +56,7 @@ def segments_of(stages: Sequence[Stage], family: str) -> tuple[Segment, ...]:
 # -- names of layers --------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=None)
+@cache
 def _patterns(layer: int) -> tuple[re.Pattern[str], re.Pattern[str]]:
     def at(n: int) -> re.Pattern[str]:
         return re.compile(rf"(^|[^A-Za-z0-9])(L|layers\.|P\.){n}(?![0-9])")
@@ -64,7 +64,7 @@ def _patterns(layer: int) -> tuple[re.Pattern[str], re.Pattern[str]]:
     return at(layer), at(layer + 1)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _abstract(text: str, layer: int) -> str:
     if layer < 0:
         return text
@@ -112,7 +112,7 @@ def _rich(value: Any, layer: int) -> Any:
 
 
 def _stage_out(s: Stage, waits: Sequence[Edge], i: int, layer: int) -> dict[str, Any]:
-    d = {k: v for k, v in vars(s).items() if k not in ("reads", "writes", "streams", "params")}
+    d = {k: v for k, v in vars(s).items() if k not in ("reads", "writes", "streams", "params", "_param")}
     d["layer"] = s.layer - layer
     d["params"] = Record(s.params)
     d["reads"] = tuple(_sparse(a, _ACCESS_KEYS, _ACCESS) for a in s.reads)
@@ -182,9 +182,15 @@ def compress(plan: Plan) -> dict[str, Any]:
     for seg in plan.segments:
         at = where[cursor][1]
         cursor += seg.count
-        columns = [t[at:at + seg.count] for t in tables[seg.body]]
-        segments.append({"body": seg.body, "layer": seg.layer, "count": seg.count,
-                         "tables": [{"=": c[0]} if all(v == c[0] for v in c) else c for c in columns]})
+        columns = [t[at : at + seg.count] for t in tables[seg.body]]
+        segments.append(
+            {
+                "body": seg.body,
+                "layer": seg.layer,
+                "count": seg.count,
+                "tables": [{"=": c[0]} if all(v == c[0] for v in c) else c for c in columns],
+            }
+        )
     out: dict[str, Any] = {k: getattr(plan, k) for k in SCALARS}
     out |= {k: _plain(dict(getattr(plan, k)), -1) for k in PAIRS}
     out["buffers"] = [list(vars(b).values()) for b in plan.buffers]
@@ -204,10 +210,17 @@ def expand(data: dict[str, Any]) -> Plan:
                 stages.append(s)
                 edges += waits
     rest = {k: data[k] for k in SCALARS} | {k: tuple(sorted(_rich(data[k], -1).items())) for k in PAIRS}
-    rest["memory"] = tuple((k, data["memory"][k]) for k in ("weights", "kv", "state", "workspace", "total", "available"))
-    return Plan(stages=tuple(stages), edges=tuple(edges), buffers=tuple(Buffer(*b) for b in data["buffers"]),
-                index_sets=tuple(IndexSet(v, p, n, tuple(f)) for v, p, n, f in data["index_sets"]),
-                segments=tuple(Segment(s["body"], s["layer"], s["count"]) for s in data["segments"]), **rest)
+    rest["memory"] = tuple(
+        (k, data["memory"][k]) for k in ("weights", "kv", "state", "workspace", "total", "available")
+    )
+    return Plan(
+        stages=tuple(stages),
+        edges=tuple(edges),
+        buffers=tuple(Buffer(*b) for b in data["buffers"]),
+        index_sets=tuple(IndexSet(v, p, n, tuple(f)) for v, p, n, f in data["index_sets"]),
+        segments=tuple(Segment(s["body"], s["layer"], s["count"]) for s in data["segments"]),
+        **rest,
+    )
 
 
 def from_json(text: str) -> Plan:

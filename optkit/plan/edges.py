@@ -1,16 +1,11 @@
 """Edges: derived from overlapping accesses, never written by hand.
 
 RAW edges come from every read and the writes it sees. WAR and WAW edges come from every write over something older;
-they are listed only where no chain of RAW edges proves the order already.
+they are listed only where the edges so far do not prove the order already.
 
-What a chain proves. A node is a stage, or one part of a packed stage (units that write different buffers finish
-independently). "Full" a -> b: no unit of b stores anything before all units of a have done their reads and stores.
-
-* A counter edge (or grid barrier) waits for all tasks: full.
-* A tagged edge waits only for the words the unit reads. It is full where every unit of b reads all that a wrote to that
-  buffer; otherwise it is "covering" if all units of b together do. A tagged word proves that the loads it was computed
-  from had returned; it publishes no other memory, so RAW is never proven by it but for its own words.
-* full after covering is full; anything after full is full.
+WAR is proven when all old reads are over before the new store; WAW when the old store is visible, or when every old
+word was polled by a reader (then its coherence order is fixed) whose own WAR is proven. The proof is `plan.clocks`;
+a tagged wait orders nothing but its own words for RAW.
 """
 
 from __future__ import annotations
@@ -21,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from optkit.plan.choices import Sync
+from optkit.plan.clocks import Clocks
 from optkit.plan.errors import PlanError, did_you_mean
 from optkit.plan.types import Access, Buffer, Edge, Stage
 
@@ -102,13 +98,32 @@ def hazards(stages: Sequence[Stage], buffers: dict[str, Buffer]) -> Hazards:
 def own_region(src: Stage, w: Access, dst: Stage, r: Access, sms: int) -> bool:
     """Whether task t of dst, on the SM of task t of src, reads only what that task wrote."""
     same_place = (src.units, src.row_units, src.tasks, src.first_sm % sms, src.assign) == (
-        dst.units, dst.row_units, dst.tasks, dst.first_sm % sms, dst.assign)
-    same_words = (w.rows, w.base, w.step, w.span, w.first, w.count) == (r.rows, r.base, r.step, r.span, r.first, r.count)
+        dst.units,
+        dst.row_units,
+        dst.tasks,
+        dst.first_sm % sms,
+        dst.assign,
+    )
+    same_words = (w.rows, w.base, w.step, w.span, w.first, w.count) == (
+        r.rows,
+        r.base,
+        r.step,
+        r.span,
+        r.first,
+        r.count,
+    )
     return same_place and same_words and (w.step > 0 or w.rows == "unit" or src.tasks == 1) and not (w.by or r.by)
 
 
-def buffer_mechanisms(stages: Sequence[Stage], buffers: dict[str, Buffer], found: Hazards, sync: Sync, sms: int,
-                      leaves: frozenset[str]) -> dict[str, str]:
+def buffer_mechanisms(
+    stages: Sequence[Stage],
+    buffers: dict[str, Buffer],
+    found: Hazards,
+    sync: Sync,
+    sms: int,
+    leaves: frozenset[str],
+    real_peers: bool,
+) -> dict[str, str]:
     """The mechanism of the RAW edges of every buffer that has one. Raises PlanError for impossible overrides.
 
     `leaves` are buffers that vLLM reads after the launch: plain layout.
@@ -121,18 +136,21 @@ def buffer_mechanisms(stages: Sequence[Stage], buffers: dict[str, Buffer], found
         ok = own_region(stages[w.stage], w.a, stages[r.stage], r.a, sms)
         same[name] = same.get(name, True) and ok
     hit = dict.fromkeys((glob for glob, _ in sync.overrides), False)
+    whole_words = tagged_words(stages, buffers)
     for name in same:
         b = buffers[name]
-        can_tag = b.klass in ("activation", "scratch") and b.dtype in ("bf16", "f32") and name not in leaves
+        can_tag = b.klass in ("activation", "scratch") and name in whole_words and name not in leaves
         wanted = sync.mechanism
-        for glob, mechanism in sync.overrides:
+        for glob, mechanism in reversed(sync.overrides):  # the first match counts
             if fnmatchcase(name, glob):
                 hit[glob] = True
                 if mechanism == "tagged" and not can_tag and not any(c in glob for c in "*?["):
-                    problems.append(f"sync.overrides.{glob} = tagged: {name} is {b.klass} of {b.dtype}; expected counter "
-                                    "(only bf16 or f32 activations that stay inside the step can carry tags)")
+                    problems.append(
+                        f"sync.overrides.{glob} = tagged: {name} is {b.klass} of {b.dtype}; expected counter "
+                        "(tags need bf16 or f32 inside the step, written in whole 8-byte words at fixed columns)"
+                    )
                 wanted = mechanism
-        if sync.mechanism == "grid_barrier" and wanted == "grid_barrier":
+        if wanted == "grid_barrier" and not (b.klass == "mailbox" and real_peers):
             out[name] = "grid_barrier"
         elif b.klass == "mailbox":
             out[name] = "peer_mailbox"
@@ -148,87 +166,97 @@ def buffer_mechanisms(stages: Sequence[Stage], buffers: dict[str, Buffer], found
     return out
 
 
-# -- chains -----------------------------------------------------------------------------------------------------------
+def tagged_words(stages: Sequence[Stage], buffers: dict[str, Buffer]) -> frozenset[str]:
+    """Buffers that can be written in whole tagged words (8 payload bytes), at columns known from the Plan."""
+    per_word = {"bf16": 4, "f32": 2}
+    able = {n for n, b in buffers.items() if b.dtype in per_word and b.width % per_word[b.dtype] == 0}
+    for s in stages:
+        for a in s.writes:
+            if a.by:  # no reader could know from the Plan alone which words will come
+                able.discard(a.buffer)
+            if a.buffer in able and any(x % per_word[buffers[a.buffer].dtype] for x in (a.base, a.step, a.span)):
+                able.discard(a.buffer)
+    return frozenset(able)
 
 
-class Order:
-    """Which nodes are finished before which; grows as edges are added in stage order.
-
-    Node = (stage, part) for packed stages. Sets of nodes are Python ints used as bit sets.
-    """
-
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self.nodes: list[list[tuple[int, int]]] = []  # per stage: (first, count) of each part; (0, 0) = whole stage
-        self.bit: list[int] = []
-        n = 0
-        for s in stages:
-            parts = sorted({(w.first, w.count) for w in s.writes if w.count}) or [(0, 0)]
-            self.nodes.append(parts)
-            self.bit.append(n)
-            n += len(parts)
-        self.full = [0] * n
-        self.cover = [0] * n
-
-    def of(self, stage: int, a: Access) -> list[int]:
-        """Nodes of the stage that make this access."""
-        return [self.bit[stage] + k for k, (first, count) in enumerate(self.nodes[stage])
-                if not a.count or not count or (first, count) == (a.first, a.count)]
-
-    def add(self, src: list[int], dst: list[int], how: str) -> None:
-        """how: full | covering | partial."""
-        for d in dst:
-            for s in src:
-                if how == "full":
-                    self.full[d] |= 1 << s | self.full[s] | self.cover[s]
-                else:
-                    self.full[d] |= self.full[s]
-                    if how == "covering":
-                        self.cover[d] |= 1 << s | self.cover[s]
-
-    def proven(self, src: list[int], dst: list[int]) -> bool:
-        return all(self.full[d] >> s & 1 for d in dst for s in src)
+# -- all edges --------------------------------------------------------------------------------------------------------
 
 
-def tagged_strength(w: Range, r: Range, width: int, dst: Stage) -> str:
-    """full if each unit of the reader reads all that was written, covering if together they do."""
-    lo, hi = extent(r.a, dst, width)
-    if not (lo <= w.lo and w.hi <= hi):
-        return "partial"
-    return "full" if r.a.step == 0 and r.a.rows == "all" and not r.a.count else "covering"
+def polled(
+    found: Hazards, stages: Sequence[Stage], buffers: dict[str, Buffer]
+) -> dict[tuple[int, Access], list[Range]]:
+    """For every write, the ranges that readers certainly poll (routed readers may have nothing to read)."""
+    out: dict[tuple[int, Access], list[Range]] = defaultdict(list)
+    for w, r in found.raw:
+        s = stages[r.stage]
+        if not r.a.by and s.assign != "cyclic":
+            out[w.stage, w.a].append(r)
+    return out
 
 
-def derive(stages: Sequence[Stage], buffers: dict[str, Buffer], sync: Sync, sms: int,
-           leaves: frozenset[str] = frozenset()) -> tuple[tuple[Edge, ...], dict[str, str]]:
+def derive(
+    stages: Sequence[Stage],
+    buffers: dict[str, Buffer],
+    sync: Sync,
+    sms: int,
+    leaves: frozenset[str] = frozenset(),
+    real_peers: bool = False,
+) -> tuple[tuple[Edge, ...], dict[str, str]]:
     """All edges of a plan, sorted by (dst, src, buffer), and the RAW mechanism of every buffer."""
     found = hazards(stages, buffers)
-    mechanism = buffer_mechanisms(stages, buffers, found, sync, sms, leaves)
+    mechanism = buffer_mechanisms(stages, buffers, found, sync, sms, leaves, real_peers)
     fallback = "grid_barrier" if sync.mechanism == "grid_barrier" else "counter"
-    order = Order(stages)
     edges: dict[tuple[int, int, str, str], Edge] = {}
     raw_of: dict[int, list[tuple[Range, Range]]] = defaultdict(list)
-    old_of: dict[int, list[tuple[str, Range, Range]]] = defaultdict(list)
+    war_of: dict[int, list[tuple[Range, Range]]] = defaultdict(list)
+    waw_of: dict[int, list[tuple[Range, Range]]] = defaultdict(list)
+    heard_last: dict[int, int] = {}
     for w, r in found.raw:
         raw_of[r.stage].append((w, r))
-    for kind, pairs in (("war", found.war), ("waw", found.waw)):
-        for old, new in pairs:
-            old_of[new.stage].append((kind, old, new))
+        heard_last[w.stage] = max(heard_last.get(w.stage, 0), r.stage)
+    for old, new in found.war:
+        war_of[new.stage].append((old, new))
+    for old, new in found.waw:
+        waw_of[new.stage].append((old, new))
+    polls = polled(found, stages, buffers)
+    clocks = Clocks(stages, sms, heard_last)
+
+    def add(src: int, dst: int, buffer: str, kind: str, how: str) -> None:
+        edges[dst, src, buffer, kind] = Edge(src, dst, buffer, kind, how)
+
     for i in range(len(stages)):
-        for w, r in raw_of[i]:
-            name = w.a.buffer
-            m = mechanism[name]
-            edges[i, w.stage, name, "raw"] = Edge(w.stage, i, name, "raw", m)
-            if m in ("counter", "grid_barrier"):  # waits for all tasks, so for all parts of both ends
-                order.add(_all(order, w.stage), _all(order, i), "full")
-            elif m == "same_sm":
-                order.add(order.of(w.stage, w.a), order.of(i, r.a), "covering")
-            else:
-                order.add(order.of(w.stage, w.a), order.of(i, r.a), tagged_strength(w, r, buffers[name].width, stages[i]))
-        for kind, old, new in old_of[i]:
-            if not order.proven(order.of(old.stage, old.a), order.of(i, new.a)):
-                edges[i, old.stage, new.a.buffer, kind] = Edge(old.stage, i, new.a.buffer, kind, fallback)
-                order.add(_all(order, old.stage), _all(order, i), "full")
+        clocks.enter(i)
+        for w, _ in raw_of[i]:
+            how = mechanism[w.a.buffer]
+            add(w.stage, i, w.a.buffer, "raw", how)
+            if how in ("counter", "grid_barrier"):
+                clocks.acquire(w.stage)
+            elif how == "same_sm":
+                clocks.own(w.stage)
+        for w, r in raw_of[i]:  # after all acquires: what a word's writer may know of is then complete
+            if mechanism[w.a.buffer] in ("tagged", "peer_mailbox"):
+                clocks.hear(w.stage, w.a, r.a)
+        for old, new in war_of[i]:
+            if not clocks.has_read(old.stage):
+                add(old.stage, i, new.a.buffer, "war", fallback)
+                clocks.acquire(old.stage)
+        for old, new in waw_of[i]:
+            name = new.a.buffer
+            by_value = mechanism.get(name) in ("tagged", "peer_mailbox") and _covered(
+                old, polls[old.stage, old.a], stages, buffers
+            )
+            if not by_value and not clocks.sees(old.stage):
+                add(old.stage, i, name, "waw", fallback)
+                clocks.acquire(old.stage)
+        clocks.leave()
     return tuple(edges[k] for k in sorted(edges)), mechanism
 
 
-def _all(order: Order, stage: int) -> list[int]:
-    return [order.bit[stage] + k for k in range(len(order.nodes[stage]))]
+def _covered(old: Range, readers: list[Range], stages: Sequence[Stage], buffers: dict[str, Buffer]) -> bool:
+    """Whether readers together poll every word of a write (each of them has its own WAR proof)."""
+    width = buffers[old.a.buffer].width
+    lo, hi = extent(old.a, stages[old.stage], width)
+    for r in sorted(readers, key=lambda r: r.lo):
+        if r.lo <= lo:
+            lo = max(lo, r.hi)
+    return lo >= hi

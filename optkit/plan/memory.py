@@ -10,13 +10,17 @@ from optkit.plan.types import Buffer
 
 
 def state_bytes(s: State, choices: PlanChoices) -> int:
-    """Bytes of one state for `decode.batch` requests of `decode.context` tokens (KV in whole blocks)."""
+    """Bytes of one state for the largest batch of `decode.context` tokens each (KV in whole blocks)."""
     n = DTYPE_BYTES[s.dtype]
     for d in s.shape:
         n *= d
+    if s.kind == "kv_heads":
+        n *= 2  # keys and values
+    cache = choices.cache
     if s.kind in ("kv", "kv_heads"):
-        n *= ceil(choices.decode.context / choices.cache.block_size) * choices.cache.block_size
-    return n * choices.decode.batch
+        per_request = ceil(choices.decode.context / cache.block_size)
+        return n * cache.block_size * (cache.blocks or choices.largest_batch * per_request)
+    return n * (cache.slots or choices.largest_batch + 1)  # slot 0 is padding
 
 
 def account(graph: Graph, buffers: tuple[Buffer, ...], choices: PlanChoices) -> tuple[tuple[str, int], ...]:
@@ -25,8 +29,14 @@ def account(graph: Graph, buffers: tuple[Buffer, ...], choices: PlanChoices) -> 
     kv = sum(state_bytes(s, choices) for s in graph.states if s.kind in ("kv", "kv_heads"))
     state = sum(state_bytes(s, choices) for s in graph.states if s.kind not in ("kv", "kv_heads"))
     work = sum(b.nbytes for b in buffers if b.klass not in ("state", "input"))
-    return (("weights", weights), ("kv", kv), ("state", state), ("workspace", work),
-            ("total", weights + kv + state + work), ("available", choices.hardware.memory))
+    return (
+        ("weights", weights),
+        ("kv", kv),
+        ("state", state),
+        ("workspace", work),
+        ("total", weights + kv + state + work),
+        ("available", choices.hardware.memory),
+    )
 
 
 def problems(sizes: tuple[tuple[str, int], ...], graph: Graph, choices: PlanChoices) -> list[str]:
@@ -35,7 +45,10 @@ def problems(sizes: tuple[tuple[str, int], ...], graph: Graph, choices: PlanChoi
     if s["total"] <= s["available"]:
         return []
     gb = {k: v / 1e9 for k, v in s.items()}
-    d = choices.decode
-    return [f"memory: {graph.name} with parallel.tp = {choices.parallel.tp}, pp = {choices.parallel.pp}: {gb['total']:.1f} GB needed "
-            f"per GPU, {gb['available']:.0f} there on {choices.hardware.name} (weights {gb['weights']:.1f}, KV {gb['kv']:.1f} "
-            f"for decode.batch = {d.batch} x decode.context = {d.context}, state {gb['state']:.1f}, workspace {gb['workspace']:.2f})"]
+    d, p, hw = choices.decode, choices.parallel, choices.hardware
+    return [
+        f"memory: {graph.name} with parallel.tp = {p.tp}, parallel.pp = {p.pp}: {gb['total']:.1f} GB needed per GPU, "
+        f"{gb['available']:.0f} there on {hw.name} (weights {gb['weights']:.1f}, KV {gb['kv']:.1f} and state "
+        f"{gb['state']:.1f} for batch {choices.largest_batch} x decode.context = {d.context}, workspace "
+        f"{gb['workspace']:.2f})"
+    ]

@@ -74,8 +74,15 @@ def place_shared_experts(protos: list[Proto], shapes: list[Shape], deps: list[se
         before = _closure(gate_up, [d & inside for d in deps])
         after_route = _closure(route, users)
         after = _closure(gate_up, users)
-        beside = {i for i in layers[p.layer] if protos[i].body in ("gemv", "ew") and i not in before
-                  and i not in after_route and i != gate_up and users[i]}
+        beside = {
+            i
+            for i in layers[p.layer]
+            if protos[i].body in ("gemv", "ew")
+            and i not in before
+            and i not in after_route
+            and i != gate_up
+            and users[i]
+        }
         while stray := {i for i in beside if not users[i] <= beside | after}:
             beside -= stray
         base, shift = (protos[gate_up].order[0], -1.0) if early else (protos[down].order[0], 1.0)

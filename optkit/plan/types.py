@@ -143,8 +143,12 @@ class Stage:
     smem: int = 0  # bytes of shared memory beside the ring
     regs: int = 0  # declared register ceiling of the body, per thread
 
+    @cached_property
+    def _param(self) -> dict[str, Any]:
+        return dict(self.params)
+
     def param(self, key: str, default: Any = None) -> Any:
-        return dict(self.params).get(key, default)
+        return self._param.get(key, default)
 
     def units_of(self, task: int) -> range:
         """The units of one task, in execution order."""

@@ -13,6 +13,7 @@ from optkit.execute.bodies.common import class_rows, row_blocks
 from optkit.execute.memory import Memory
 from optkit.models.ops import rms_scale
 from optkit.models.ops.attention import attention_combine, attention_part, rotate, split_ranges
+from optkit.plan.bodies import PARTIAL_EXTRA
 from optkit.plan.types import Stage
 
 
@@ -91,30 +92,36 @@ def _length(mem: Memory, row: int) -> int:
 
 
 def attn(stage: Stage, units: Sequence[int], mem: Memory) -> None:
-    """One split of one group of one row: bf16 output if there is one split, else (m, l, unnormalised o) per head."""
+    """One split of one group of one row: bf16 output if there is one split, else (m, l, 0, 0, unnormalised o) per head."""
     splits, hpg, dv = stage.param("splits"), stage.param("heads_per_group"), stage.param("dv")
     for row, group, split in _units(stage, units, mem, splits):
         tokens = split_ranges(_length(mem, row), splits)[split]
+        if splits > 1 and not tokens:  # short context: m = -inf, l = 0, o = 0, which weighs nothing in the combination
+            part = torch.zeros((hpg, dv + PARTIAL_EXTRA), device=mem.device)
+            part[:, 0] = -torch.inf
+            mem.store(stage.param("out"), part.view(1, -1), (row, row + 1), (group * splits + split) * part.numel())
+            continue
         k, v = _tokens(stage, mem, row, group, tokens)
         m, l, o = attention_part(_query(stage, mem, row, group), k, v, stage.param("scale"))
         if splits == 1:
             o = o / l[:, None] if len(tokens) else o
             mem.store(stage.param("out"), o.reshape(1, -1), (row, row + 1), group * hpg * dv)
         else:
-            part = torch.cat([m[:, None], l[:, None], o], -1)
+            pad = torch.zeros((hpg, PARTIAL_EXTRA - 2), device=mem.device)
+            part = torch.cat([m[:, None], l[:, None], pad, o], -1)
             mem.store(stage.param("out"), part.reshape(1, -1), (row, row + 1),
-                      (group * splits + split) * hpg * (dv + 2))
+                      (group * splits + split) * hpg * (dv + PARTIAL_EXTRA))
 
 
 def attn_combine(stage: Stage, units: Sequence[int], mem: Memory) -> None:
-    """The splits of one group of one row, combined in order; `partial` (or `inputs`) holds (m, l, o) per head."""
+    """The splits of one group of one row, combined in order; `partial` (or `inputs`) holds (m, l, 0, 0, o) per head."""
     splits, hpg, dv = stage.param("splits"), stage.param("heads_per_group"), stage.param("dv")
-    size = hpg * (dv + 2)
+    size = hpg * (dv + PARTIAL_EXTRA)
     for row, group, _ in _units(stage, units, mem, 1):
         if _length(mem, row) == 0:
             o = torch.zeros((hpg, dv), device=mem.device)
         else:
             lo = group * splits * size
-            p = mem.load(stage.param("partial"), (row, row + 1), lo, lo + splits * size).view(splits, hpg, dv + 2)
-            o = attention_combine([(s[:, 0], s[:, 1], s[:, 2:]) for s in p])
+            p = mem.load(stage.param("partial"), (row, row + 1), lo, lo + splits * size).view(splits, hpg, dv + PARTIAL_EXTRA)
+            o = attention_combine([(s[:, 0], s[:, 1], s[:, PARTIAL_EXTRA:]) for s in p])
         mem.store(stage.param("out"), o.reshape(1, -1), (row, row + 1), group * hpg * dv)

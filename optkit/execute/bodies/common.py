@@ -6,7 +6,7 @@ whether its neighbours are computed along with it or not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ import torch
 from optkit.execute.memory import Memory
 from optkit.models.ops import rms_scale
 from optkit.models.ops.attnres import block_statistics, mix_from_statistics
-from optkit.plan.types import Stage
 
 
 def runs(units: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -45,6 +44,22 @@ def row_blocks(units: Sequence[int], parts: int, rows: int) -> Iterator[tuple[in
                 end = min(hi, (row + 1) * parts)
                 yield row, row + 1, part, part + end - lo
                 lo = end
+
+
+VECTOR = 64
+"""A multiple of the elements that torch's vectorised functions take at a time; sigmoid of the rest takes another path."""
+
+
+def elementwise(fn: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """fn of equally shaped float32 tensors, filled up to whole vectors.
+
+    torch.sigmoid gives an element different last bits in a vector and in the remainder after the last vector; filled up,
+    an element's bits do not depend on how many neighbours are computed with it.
+    """
+    shape, n = tensors[0].shape, tensors[0].numel()
+    fill = -n % VECTOR
+    flat = [torch.nn.functional.pad(t.reshape(-1), (0, fill)) for t in tensors]
+    return fn(*flat)[:n].view(shape)
 
 
 def class_rows(mem: Memory, name: str, rows: tuple[int, int] | None = None, lo: int = 0,
@@ -78,8 +93,3 @@ def prologue(mem: Memory, x: Mapping[str, Any], rows: tuple[int, int] | None = N
     if not x.get("norm"):
         return h
     return h * rms_scale(h, x["eps"]) * mem.weights.dense(x["norm"])
-
-
-def value_name(stage: Stage, buffer: str) -> str:
-    """The graph value that `stage` keeps in `buffer`: buffers are reused between layers and named `short@parity`."""
-    return f"L{stage.layer}.{buffer.split('@')[0]}" if "@" in buffer else buffer

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from optkit.execute.bodies.common import runs
+from optkit.execute.bodies.common import elementwise, runs
 from optkit.execute.bodies.gemv import round_bf16
 from optkit.execute.memory import Memory
 from optkit.models.ops import activation
@@ -46,9 +46,10 @@ def ew(stage: Stage, units: Sequence[int], mem: Memory) -> None:
         if mode == "add":
             y = _add(v[0], v[1:])
         elif mode == "act_mul":
-            y = activation(stage.param("act"), v[0], v[1], stage.param("beta"), stage.param("linear_beta"))
+            y = elementwise(lambda g, u: activation(stage.param("act"), g, u, stage.param("beta"),
+                                                    stage.param("linear_beta")), v[0], v[1])
         elif mode == "sigmoid_mul":
-            y = v[0] * torch.sigmoid(v[1])
+            y = v[0] * elementwise(torch.sigmoid, v[1])
         elif mode == "reduce":
             y = v[0][0]
             for p in v[0][1:]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from optkit.execute.bodies.common import class_rows, runs, value_name
+from optkit.execute.bodies.common import class_rows, elementwise, runs
 from optkit.execute.bodies.gemv import round_bf16
 from optkit.execute.memory import Memory
 from optkit.models.ops import activation
@@ -52,7 +52,7 @@ def route(stage: Stage, units: Sequence[int], mem: Memory) -> None:
         mem.store(stage.param("wts"), wts)
         table = torch.tensor([distinct(ids.tolist(), mem.class_rows)], dtype=torch.int32, device=mem.device)
         mem.store(stage.param("uniq"), table)
-        mem.choices[value_name(stage, stage.param("ids"))] = ids.clone()
+        mem.choices[stage.name] = ids.clone()
 
 
 @dataclass(frozen=True)
@@ -86,32 +86,27 @@ def expert_gate_up(stage: Stage, units: Sequence[int], mem: Memory) -> None:
             by_slot.setdefault(i // per, []).append(i % per)
     if not by_slot:
         return
+    whole = torch.empty((mem.rows, topk * inter), device=mem.device)
     complete = len(by_slot) == len(slots) and all(len(j) == per for j in by_slot.values())
-    whole = torch.empty((mem.rows, topk * inter), device=mem.device) if complete else None
-    experts = [slots[u].expert for u in by_slot]
-    w1 = mem.weights.expert_tiles(stage.param("w1"), experts, 8)
-    w3 = mem.weights.expert_tiles(stage.param("w3"), experts, 8)
-    if complete:  # equal tasks in one call: every unit of every slot
-        a = _gate_up(stage, z, w1.flatten(0, 1), w3.flatten(0, 1)).unflatten(0, (len(experts), per))
-        a = a.permute(0, 2, 1, 3).flatten(2)  # [slot, row, inter]
-        for n, u in enumerate(by_slot):
-            for r, k in slots[u].pairs:
-                whole[r, k * inter : (k + 1) * inter] = a[n, r]  # type: ignore[index]
-        assert whole is not None
-        mem.store(stage.param("out"), whole)
-        return
-    for n, (u, columns) in enumerate(by_slot.items()):
+    for u, columns in by_slot.items():
+        w1 = mem.weights.expert_tiles(stage.param("w1"), slots[u].expert, 8)
+        w3 = mem.weights.expert_tiles(stage.param("w3"), slots[u].expert, 8)
         for lo, hi in runs(columns):
-            a = _gate_up(stage, z, w1[n, lo:hi], w3[n, lo:hi]).transpose(0, 1).flatten(1)
+            a = _gate_up(stage, z, w1[lo:hi], w3[lo:hi]).transpose(0, 1).flatten(1)
             for r, k in slots[u].pairs:
-                mem.store(stage.param("out"), a[r : r + 1], (r, r + 1), k * inter + lo * 8)
+                whole[r, k * inter + lo * 8 : k * inter + hi * 8] = a[r]
+                if not complete:
+                    mem.store(stage.param("out"), a[r : r + 1], (r, r + 1), k * inter + lo * 8)
+    if complete:  # every unit of every slot: the table is a partition, so all columns of all rows are there
+        mem.store(stage.param("out"), whole)
 
 
 def _gate_up(stage: Stage, z: torch.Tensor, w1: torch.Tensor, w3: torch.Tensor) -> torch.Tensor:
     """z [rows, L], tiles [n, 8, L] -> [n, rows, 8]."""
     x = z.expand(len(w1), *z.shape)
     gate, up = torch.bmm(x, w1.transpose(1, 2)), torch.bmm(x, w3.transpose(1, 2))
-    return activation(stage.param("act"), gate, up, stage.param("beta"), stage.param("linear_beta"))
+    return elementwise(lambda g, u: activation(stage.param("act"), g, u, stage.param("beta"), stage.param("linear_beta")),
+                       gate, up)
 
 
 def expert_down(stage: Stage, units: Sequence[int], mem: Memory) -> None:
@@ -120,20 +115,16 @@ def expert_down(stage: Stage, units: Sequence[int], mem: Memory) -> None:
     slots = slots_of(mem, stage.param("uniq"))
     ea, wts = mem.load(stage.param("ea")).float(), mem.load(stage.param("wts"))
     x = torch.zeros((len(slots), mem.class_rows, inter), device=mem.device)
-    share = torch.zeros((len(slots), 1, mem.class_rows, 1), device=mem.device)
+    share = torch.zeros((len(slots), mem.class_rows, 1), device=mem.device)
     for n, slot in enumerate(slots):
         for r, k in slot.pairs:
             x[n, r] = ea[r, k * inter : (k + 1) * inter]
-            share[n, 0, r] = wts[r, k]
-    tiles = mem.weights.expert_tiles(stage.param("w2"), [s.expert for s in slots], 16)
+            share[n, r] = wts[r, k]
     for lo, hi in runs(units):
-        w = tiles[:, lo:hi]
-        n, count = w.shape[:2]
-        each = torch.bmm(x[:, None].expand(n, count, *x.shape[1:]).flatten(0, 1), w.flatten(0, 1).transpose(1, 2))
-        each = each.unflatten(0, (n, count)) * share
-        y = each[0]
-        for s in each[1:]:
-            y = y + s
+        y = torch.zeros((hi - lo, mem.class_rows, 16), device=mem.device)
+        for n, slot in enumerate(slots):
+            w = mem.weights.expert_tiles(stage.param("w2"), slot.expert, 16)[lo:hi]
+            y += torch.bmm(x[n].expand(hi - lo, *x.shape[1:]), w.transpose(1, 2)) * share[n]
         y = y.transpose(0, 1).flatten(1)[: mem.rows]
         if coeffs:
             y = torch.stack([c * y for c in coeffs])

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from optkit.execute.bodies.common import class_rows, prologue, runs
+from optkit.execute.bodies.common import class_rows, elementwise, prologue, runs
 from optkit.execute.memory import Memory
 from optkit.models.ops import activation
 from optkit.plan.types import Stage
@@ -68,14 +68,14 @@ def _part(mem: Memory, part: dict[str, Any], x: torch.Tensor, lo: int, hi: int) 
     y = tile_product(x, mem.weights.tiles(part["weight"], height)[lo:hi])[:rows, : c1 - c0]
     if epilogue == "act":
         up = tile_product(x, mem.weights.tiles(part["weight2"], height)[lo:hi])[:rows, : c1 - c0]
-        y = activation(part["act"], y, up, part["beta"], part["linear_beta"])
+        y = elementwise(lambda g, u: activation(part["act"], g, u, part["beta"], part["linear_beta"]), y, up)
     elif epilogue == "add":
         prefix, *extras = part["add"]
         for name in extras:
             y = y + mem.load(name, None, c0, c1).float()
         y = mem.load(prefix, None, c0, c1).float() + round_bf16(y)
     elif epilogue == "gate":
-        y = round_bf16(y) * torch.sigmoid(mem.load(part["gate"], None, c0, c1).float())
+        y = round_bf16(y) * elementwise(torch.sigmoid, mem.load(part["gate"], None, c0, c1).float())
     elif epilogue == "mailbox":
         y = torch.stack([c * y for c in part["coeffs"]])
     elif epilogue != "store":

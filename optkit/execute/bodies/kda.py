@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from optkit.execute.bodies.common import row_blocks
+from optkit.execute.bodies.common import elementwise, row_blocks
 from optkit.execute.memory import Memory
 from optkit.models.ops import rms_scale
-from optkit.models.ops.kda import decay, delta_step
+from optkit.models.ops.kda import decay
 from optkit.plan.types import Stage
 
 
@@ -39,6 +39,18 @@ def _convolve(stage: Stage, mem: Memory, rows: tuple[int, int], h0: int, h1: int
     return out
 
 
+def _delta(state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alpha: torch.Tensor,
+           beta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """models.ops.kda.delta_step as one product of fixed shape per head: [R, heads, V, K] -> (new state, o [R, heads, V])."""
+
+    def product(s: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x.flatten(0, 1)[:, None], s.flatten(0, 1).transpose(1, 2)).view(v.shape)
+
+    state = state * alpha[:, :, None, :]
+    state = state + (beta[..., None] * (v - product(state, k)))[..., None] * k[:, :, None, :]
+    return state, product(state, q)
+
+
 def _block(stage: Stage, mem: Memory, rows: tuple[int, int], h0: int, h1: int) -> None:
     """Heads [h0, h1) of rows [r0, r1)."""
     dim, eps, n = stage.param("dim"), stage.param("l2_eps"), h1 - h0
@@ -54,9 +66,9 @@ def _block(stage: Stage, mem: Memory, rows: tuple[int, int], h0: int, h1: int) -
         f = mem.load(stage.param("f"), rows, h0 * dim, h1 * dim)[live].float()
         alpha = decay(f, dense(stage.param("A_log"))[h0:h1], dense(stage.param("dt_bias"))[h0 * dim : h1 * dim],
                       stage.param("lower_bound"))
-        beta = torch.sigmoid(mem.load(stage.param("b"), rows, h0, h1)[live].float())
+        beta = elementwise(torch.sigmoid, mem.load(stage.param("b"), rows, h0, h1)[live].float())
         store = mem.cache(stage.param("recurrent"))
-        state, o = delta_step(store[slots, h0:h1].float(), q, k, v, alpha, beta)
+        state, o = _delta(store[slots, h0:h1].float(), q, k, v, alpha, beta)
         store[slots, h0:h1] = state.to(store.dtype)
         o = o * rms_scale(o, stage.param("eps")) * dense(stage.param("o_norm"))
         g = mem.load(stage.param("g"), rows, h0 * dim, h1 * dim)[live].float()

@@ -1,0 +1,170 @@
+"""Run a compiled kernel on a GPU against float64: `python -m optkit.bench.hardware RUN_DIR ... --out FILE`.
+
+Needs torch, numpy and cuda.bindings only (no CuTe DSL, no Hydra). A RUN_DIR holds `model.json` (what to build) and
+`artifact/` (plan.json, kernel.cubin, manifest.json). The same gates as on the CPU, with the kernel as the runner: every
+stage alone, teacher-forced, through slice launches of the same cubin; rollouts with state carried in paged caches; the same
+bits again. Results are JSON, one record a check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optkit.bench.names import name
+from optkit.checks import Check, check
+from optkit.export.launch import GpuRunner, LaunchFacts, Module
+from optkit.models.families import family_of
+from optkit.models.graph import Graph
+from optkit.models.random_weights import random_weights
+from optkit.plan.compress import from_json
+from optkit.plan.types import Plan
+from optkit.validate.gates import MIN_SAMPLES
+from optkit.validate.numerics import Numerics
+from optkit.validate.orders import run_bits, same_bits
+from optkit.validate.per_stage import per_stage
+from optkit.validate.rollout import rollout
+from optkit.validate.scenario import Scenario
+
+REGISTERS = 224
+"""288 threads x 224 = 64512 of 65536 registers."""
+
+
+def build_graph(model: dict[str, Any]) -> Graph:
+    """The graph that `model.json` describes: an HF config and the arguments of the family's `build`."""
+    family = family_of(model["config"])
+    args = dict(model["build"])
+    if args.get("layers"):
+        args["layers"] = tuple(args["layers"])
+    return family.build(family.Config.from_hf(model["config"], **model.get("keys", {})), **args)
+
+
+class Bench:
+    """One run directory on the current GPU."""
+
+    def __init__(self, run: Path):
+        self.run = run
+        artifact = run / "artifact"
+        self.model = json.loads((run / "model.json").read_text())
+        self.plan: Plan = from_json((artifact / "plan.json").read_text())
+        self.graph = build_graph(self.model)
+        manifest = json.loads((artifact / "manifest.json").read_text())
+        kernel = manifest["kernel"]
+        cubin = (artifact / "kernel.cubin").read_bytes()
+        self.sha256 = hashlib.sha256(cubin).hexdigest()
+        self.module = Module(cubin, LaunchFacts(kernel["name"], kernel["grid"][0], kernel["block"][0], kernel["dynamic_smem"]))
+        self.device = torch.device("cuda")
+        self.weights = random_weights(self.graph, self.model["seed"], self.device)
+
+    def runner(self, scenario: Scenario) -> GpuRunner:
+        """A runner bound to fresh caches of the scenario."""
+        return GpuRunner(self.plan, self.graph, self.weights, scenario.caches("bf16"), self.module,
+                         max_blocks=scenario.blocks_per_row, block_size=scenario.block_size,
+                         positions=max(scenario.starts) + scenario.steps + 1)
+
+    def scenario(self, batch: int, steps: int, **kw: Any) -> Scenario:
+        """A scenario on this GPU."""
+        return Scenario(self.graph, batch, steps, device=self.device, **kw)
+
+
+def measure(run: Path, batches: list[int], steps: int, stage_batch: list[int], stage_steps: int, launches: int,
+            command: str) -> dict[str, Any]:
+    """All checks of one run directory: a hardware record ("optkit-hardware/1") that `optkit evidence merge` takes."""
+    begun = time.time()
+    bench = Bench(run)
+    checks: list[Check] = []
+    numerics: list[dict[str, Any]] = []
+
+    def attempt(names: tuple[str, ...], batch: int | None, fn: Callable[[], tuple[list[Check], list[Numerics]]]) -> None:
+        at = time.time()
+        try:
+            got, rows = fn()
+        except Exception as e:  # every kind of failure is a result here: the rest of the table must still be made
+            got, rows = [check(n, False, None, None, f"{type(e).__name__}: {e}") for n in names], []
+        for c in got:
+            checks.append(replace(c, name=name(c.name, batch), repeat=command))
+            print(f"  {c.status:4} {checks[-1].name:36} {c.value!s:>10} / {c.threshold!s:<8} {c.reason[:200]} "
+                  f"({time.time() - at:.1f} s)", flush=True)
+        numerics.extend({**asdict(r), "stage": f"{r.stage}@batch{batch}"} for r in rows)
+
+    def stages(batch: int) -> tuple[list[Check], list[Numerics]]:
+        s = bench.scenario(batch, stage_steps)
+        return per_stage(bench.runner(s), bench.graph, bench.weights, s, command)
+
+    def roll(batch: int) -> tuple[list[Check], list[Numerics]]:
+        s = bench.scenario(batch, max(steps, -(-MIN_SAMPLES // batch)))
+        return rollout(bench.runner(s), bench.graph, bench.weights, s, command)
+
+    def bits(batch: int) -> tuple[list[Check], list[Numerics]]:
+        s = bench.scenario(batch, 4)
+        runner = bench.runner(s)
+        want = run_bits(runner, s)
+        n = -(-launches // s.steps)
+        bad = sum(not same_bits(run_bits(runner, s), want) for _ in range(n))
+        return [check("repeat.bits", bad == 0, bad, 0, f"{n} repetitions of {s.steps} launches, outputs and caches")], []
+
+    m = bench.module
+    print(f"{run}: plan {bench.plan.name}, {len(bench.plan.stages)} stages, {m.registers} registers", flush=True)
+    attempt(("registers",), None, lambda: ([check("registers", m.local_bytes == 0 and m.registers <= REGISTERS, m.registers,
+                                                  REGISTERS, f"{m.local_bytes} bytes of local memory a thread")], []))
+    for b in stage_batch:
+        attempt(("numerics.per_stage", "numerics.exact"), b, lambda b=b: stages(b))  # type: ignore[misc]
+    for b in batches:
+        attempt(("rollout.logits", "rollout.choices"), b, lambda b=b: roll(b))  # type: ignore[misc]
+    attempt(("repeat.bits",), batches[-1], lambda: bits(batches[-1]))
+    return {"schema": "optkit-hardware/1", "cubin_sha256": bench.sha256, "gpu": torch.cuda.get_device_name(0),
+            "driver": driver_version(), "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begun)), "command": command,
+            "versions": {"torch": torch.__version__, "plan": bench.plan.digest,
+                         "peers": dict(bench.plan.parallel)["peers"] if dict(bench.plan.parallel)["tp"] > 1 else "none"},
+            "checks": [c.as_dict() for c in checks], "numerics": numerics}
+
+
+def driver_version() -> str:
+    """Version of the display driver."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        found = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
+                               text=True, check=False)
+        return found.stdout.strip().splitlines()[0] if found.returncode == 0 and found.stdout.strip() else "unknown"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; exit 1 if a check failed."""
+    parser = argparse.ArgumentParser(prog="python -m optkit.bench.hardware", description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path, help="run directories (model.json and artifact/)")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results, one JSON file a run")
+    parser.add_argument("--batches", default="1,2,4,8", help="batch sizes of the rollouts")
+    parser.add_argument("--steps", type=int, default=64, help="steps of a rollout")
+    parser.add_argument("--stage-batches", default="8", help="batch sizes of the teacher-forced checks")
+    parser.add_argument("--stage-steps", type=int, default=32, help="steps of the teacher-forced checks (rows x steps >= 256)")
+    parser.add_argument("--launches", type=int, default=100, help="repeated launches that must give the same bits")
+    args = parser.parse_args(argv)
+    numbers = [[int(x) for x in s.split(",") if x] for s in (args.batches, args.stage_batches)]
+    args.out.mkdir(parents=True, exist_ok=True)
+    failed = total = 0
+    for run in args.runs:
+        command = (f"python -m optkit.bench.hardware {run} --batches {args.batches} --steps {args.steps} --stage-batches "
+                   f"{args.stage_batches} --stage-steps {args.stage_steps} --launches {args.launches} --out {args.out}")
+        record = measure(run, numbers[0], args.steps, numbers[1], args.stage_steps, args.launches, command)
+        path = args.out / f"{'-'.join(run.parts[-3:-1]) or run.name}.json".lstrip("-")
+        tmp = path.with_suffix(".tmp")
+        tmp.write_text(json.dumps(record, indent=1) + "\n")
+        tmp.replace(path)
+        bad = sum(c["status"] == "fail" for c in record["checks"])
+        failed, total = failed + bad, total + len(record["checks"])
+        print(f"{run}: {len(record['checks']) - bad} of {len(record['checks'])} checks passed; {path}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,18 @@
+"""Names of the checks that only a GPU can run: a run registers them as not run, a hardware record answers them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def name(check: str, batch: int | None = None) -> str:
+    """"hardware.<check>" or "hardware.<check>@batch<n>"."""
+    return f"hardware.{check}" + ("" if batch is None else f"@batch{batch}")
+
+
+def hardware_checks(batches: Sequence[int], stage_batches: Sequence[int]) -> tuple[str, ...]:
+    """Every check of `bench.hardware` for rollouts at `batches` and teacher-forced stages at `stage_batches`."""
+    return (name("registers"),
+            *(name(c, b) for b in stage_batches for c in ("numerics.per_stage", "numerics.exact")),
+            *(name(c, b) for b in batches for c in ("rollout.logits", "rollout.choices")),
+            name("repeat.bits", batches[-1]))

@@ -1,0 +1,1 @@
+"""Device code: ordinary source files that CuTe DSL traces. `megakernel` composes roles, ring, sync and op bodies."""

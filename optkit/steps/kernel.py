@@ -1,0 +1,43 @@
+"""Plan to machine code: the step `emit`. It leaves "kernel" (emit.compile.Kernel), None where the recipe emits none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from optkit.pipeline import Context
+from optkit.recipe import Recipe
+
+PROBE_BODY = "gemv"
+"""The stage body compiled for the other architectures: it holds the ring, the mma and the edges."""
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept between runs: $OPTKIT_CACHE, by default ~/.cache/optkit."""
+    return Path(os.environ.get("OPTKIT_CACHE", "~/.cache/optkit")).expanduser()
+
+
+def emit(recipe: Recipe, context: Context) -> None:
+    """Compile the kernel for the recipe's GPU, audit it, and compile a probe for the other architectures."""
+    from dataclasses import replace
+
+    from optkit.emit.compile import KernelSpec, compile_cached
+    from optkit.verify.audit import audit
+
+    plan = context.results["plan"]
+    spec = KernelSpec.of(plan)
+    kernel = compile_cached(spec, recipe.hardware.arch, cache_folder() / "kernels", recipe.emit.line_info)
+    context.results["kernel"] = kernel
+    if context.run is not None:
+        context.run.text("kernel.ptx", kernel.ptx)
+    context.check("emit.kernel", True, value=len(kernel.cubin), reason=f"{kernel.arch}: {len(spec.bodies)} stage bodies for "
+                  f"{len(plan.stages)} stages, {kernel.seconds:.1f} s to compile")
+    limit = recipe.hardware.smem_kib * 1024
+    context.check("emit.shared_memory", kernel.smem <= limit, value=kernel.smem, threshold=limit,
+                  reason="dynamic shared memory of the compiled kernel, bytes")
+    context.take(audit(kernel.cubin, plan))
+    for arch in recipe.emit.probe_archs:
+        probe = compile_cached(replace(spec, bodies=(PROBE_BODY,)), arch, cache_folder() / "kernels", line_info=False)
+        context.check(f"emit.probe.{arch}", True, value=len(probe.cubin),
+                      reason=f"the {PROBE_BODY} stage compiles for {arch}, {probe.seconds:.1f} s")
+    context.note(f"{kernel.arch} cubin of {len(kernel.cubin) // 1024} KiB, {kernel.smem} bytes of shared memory")

@@ -1,0 +1,57 @@
+"""The Plan against float64: the steps `validate` (CPU executor) and `hardware` (the kernel itself).
+
+They leave "weights" and "numerics" (rows for the report).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from optkit.build import load_weights, model_json
+from optkit.pipeline import Context
+from optkit.recipe import Recipe
+
+CPU_WEIGHTS_GB = 1.0
+"""Largest model that is held against float64 on the CPU: the reference keeps every weight in 8 bytes too."""
+
+
+def validate(recipe: Recipe, context: Context) -> None:
+    """Every stage alone, a rollout with state carried, task orders, and repetition, on the CPU executor."""
+    graph, plan = context.results["graph"], context.results["plan"]
+    size = sum(w.nbytes for w in graph.weights) / 1e9
+    if size > CPU_WEIGHTS_GB:
+        for name in ("numerics.per_stage", "rollout.logits", "orders.bits"):
+            context.not_run(name, f"{size:.1f} GB of weights: float64 takes a GPU (hardware.* checks), the CPU does up to "
+                            f"{CPU_WEIGHTS_GB:g} GB", repeat=hardware_command(recipe, context))
+        return
+    from optkit.execute import Executor
+    from optkit.validate import suite
+
+    weights = context.results["weights"] = load_weights(context.resolved, context.results["source"], graph)
+    scenarios = suite.make(graph, recipe.validate, recipe.cache.block_size)
+    runner = Executor(plan, graph, weights, scenarios.caches())
+    checks, context.results["numerics"] = suite.validate(runner, weights, scenarios, context.repeat, context.note)
+    context.take(checks)
+
+
+def hardware_command(recipe: Recipe, context: Context) -> str:
+    """The command that runs the hardware checks of this run directory on a machine with the GPU."""
+    run = "RUN_DIR" if context.run is None else _shown(context.run.path)
+    batches = ",".join(map(str, sorted(recipe.decode.batch)))
+    return (f"python -m optkit.bench.hardware {run} --batches {batches} --steps {recipe.bench.steps} "
+            f"--launches {recipe.bench.launches} --out hardware.json")
+
+
+def hardware(recipe: Recipe, context: Context) -> None:
+    """What only the GPU can show: registered as not run here, with the command that runs it there."""
+    from optkit.bench.names import hardware_checks
+
+    if context.run is not None:
+        context.run.json("model.json", model_json(context.resolved, context.results["source"], context.results["graph"]))
+    command = hardware_command(recipe, context)
+    for name in hardware_checks(sorted(recipe.decode.batch), [context.results["plan"].rows]):
+        context.not_run(name, f"needs a {recipe.hardware.name} GPU ({recipe.hardware.arch})", repeat=command)
+
+
+def _shown(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,0 +1,52 @@
+"""Recipe to proven Plan: the steps `model`, `plan` and `check`.
+
+They leave "source" (ModelSource), "graphs" and "plans" by pipeline stage, "graph" and "plan" of the stage that is
+emitted and run.
+"""
+
+from __future__ import annotations
+
+from optkit.pipeline import Context
+from optkit.recipe import Recipe
+
+
+def model(recipe: Recipe, context: Context) -> None:
+    """The model's configuration and the graph of every pipeline stage."""
+    from optkit.build import build_graph, model_source
+
+    source = model_source(context.resolved)
+    graphs = {s: build_graph(context.resolved, source, s) for s in range(recipe.parallel.pp)}
+    graph = graphs[recipe.parallel.stage]
+    context.results.update(source=source, graphs=graphs, graph=graph)
+    context.note(
+        f"{graph.family}, layers {graph.layers[0]} to {graph.layers[1] - 1}, {len(graph.ops)} ops, "
+        f"{sum(w.nbytes for w in graph.weights) / 1e9:.3f} GB of weights per GPU"
+    )
+
+
+def plan(recipe: Recipe, context: Context) -> None:
+    """One Plan per pipeline stage; plan.json is that of the stage which is emitted and run."""
+    from optkit.build import plan_choices
+    from optkit.plan.build import build_plan
+
+    choices = plan_choices(context.resolved)
+    plans = {s: build_plan(g, choices) for s, g in context.results["graphs"].items()}
+    chosen = plans[recipe.parallel.stage]
+    context.results.update(plans=plans, plan=chosen)
+    if context.run is not None:
+        context.run.text("plan.json", chosen.to_json())
+    needed = dict(chosen.memory)["total"] / 1e9
+    context.note(
+        f"{len(chosen.stages)} stages, {len(chosen.edges)} edges, {chosen.sms} SMs, ring of {chosen.ring_slots} tiles, "
+        f"{needed:.1f} of {recipe.hardware.memory_gb:g} GB per GPU, plan {chosen.digest[:6]}"
+    )
+
+
+def check(recipe: Recipe, context: Context) -> None:
+    """The proofs, on the Plan of every pipeline stage."""
+    from optkit.verify.proofs import prove
+
+    plans = context.results["plans"]
+    for stage, one in plans.items():
+        suffix = f"@stage{stage}" if len(plans) > 1 else ""
+        context.take(prove(one, f"optkit check {context.target}"), suffix=suffix)

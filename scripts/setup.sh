@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Makes .venv in the clone and installs optkit there: scripts/setup.sh run|test
+# `run`: what the main job needs on a machine without a GPU. `test`: what the tests need besides.
+# Running it again with unchanged requirements does nothing and needs no network. PYTHON chooses the interpreter.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+what=${1:?usage: scripts/setup.sh run|test}
+
+python=${PYTHON:-}
+if [ -z "$python" ]; then
+    for candidate in python3.11 python3.12 python3; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then
+            python=$candidate
+            break
+        fi
+    done
+fi
+if [ -z "$python" ]; then
+    echo "setup: expected Python 3.11 or 3.12 on the PATH (Debian: apt install python3 python3-venv), or PYTHON=/path/to/python" >&2
+    exit 2
+fi
+
+# setup NAME FILE...: run pip steps unless the stamp says that these files are installed already.
+up_to_date() {
+    local stamp=.venv/optkit-$1-stamp
+    shift
+    [ "$(cat "$stamp" 2>/dev/null)" = "$(sha256sum "$@" | sha256sum)" ]
+}
+stamp() {
+    local stamp=.venv/optkit-$1-stamp
+    shift
+    sha256sum "$@" | sha256sum > "$stamp"
+}
+
+run_files=(requirements/run.txt pyproject.toml scripts/setup.sh)
+test_files=("${run_files[@]}" requirements/test.txt requirements/test-no-deps.txt)
+pip() { .venv/bin/python -m pip --disable-pip-version-check -q "$@"; }
+
+if ! up_to_date run "${run_files[@]}"; then
+    echo "setup: installing what the main job needs into .venv (about 2 minutes, 3 GB)" >&2
+    [ -x .venv/bin/python ] || "$python" -m venv .venv || { echo "setup: cannot make a virtual environment (Debian: apt install python3-venv)" >&2; exit 2; }
+    pip install -r requirements/run.txt
+    pip install --no-deps --no-build-isolation -e .
+    stamp run "${run_files[@]}"
+fi
+if [ "$what" = test ] && ! up_to_date test "${test_files[@]}"; then
+    echo "setup: installing what the tests need into .venv" >&2
+    pip install -r requirements/run.txt -r requirements/test.txt
+    pip install --no-deps -r requirements/test-no-deps.txt
+    stamp test "${test_files[@]}"
+fi
