@@ -75,19 +75,24 @@ def memo(plan: Plan, key: Any, make: Any) -> Any:
     return cache[key]
 
 
-def sequential_writers(plan: Plan) -> tuple[dict[str, torch.Tensor], ...]:
-    """For each stage: buffer it reads -> i64 [width], the last earlier stage that writes each column (-1: none).
+Writers = tuple[torch.Tensor, int]
+
+
+def sequential_writers(plan: Plan) -> tuple[dict[str, Writers], ...]:
+    """For each stage: buffer it reads -> (i64 [width], the last earlier stage that writes each column (-1: none); that
+    stage if it is one and the same for all columns, else -1).
 
     This is what a reader must see whatever the order: the result of running the stages one after the other.
     """
     return memo(plan, "writers", lambda: _sequential_writers(plan))
 
 
-def _sequential_writers(plan: Plan) -> tuple[dict[str, torch.Tensor], ...]:
+def _sequential_writers(plan: Plan) -> tuple[dict[str, Writers], ...]:
     last = {b.name: torch.full((b.width,), -1, dtype=torch.int64) for b in plan.buffers if b.klass in LOCAL}
-    out: list[dict[str, torch.Tensor]] = []
+    out: list[dict[str, Writers]] = []
     for index, stage in enumerate(plan.stages):
-        out.append({name: last[name].clone() for name in {a.buffer for a in stage.reads} if name in last})
+        out.append({name: (last[name].clone(), int(last[name][0]) if len(last[name].unique()) == 1 else -1)
+                    for name in {a.buffer for a in stage.reads} if name in last})
         for name in {a.buffer for a in stage.writes} & last.keys():
             spans = touched(stage, stage.writes, range(stage.units), name, len(last[name]))
             for lo, hi in merge(s for group in spans.values() for s in group):
@@ -221,12 +226,12 @@ class Guard:
             raise ExecutionError(self._where("reads", name, lo, hi) + ": not declared in its Accesses")
         if r0 == r1 or name in self.injected:
             return
-        want = self.writers[name][lo:hi]
-        want = torch.where(want < 0, -1, (mem.epoch << 16) + want + 1).to(mem.device)
+        writers, only = self.writers[name]
         got = mem.tags[name][r0:r1, lo:hi]
+        want = mem.tag(only) if only >= 0 else torch.where(writers < 0, -1, (mem.epoch << 16) + writers + 1)[lo:hi].to(mem.device)
         if bool((got != want).any()):
             row, col = (int(x[0]) for x in torch.nonzero(got != want, as_tuple=True))
-            tag, due = int(got[row, col]), int(want[col])
+            tag, due = int(got[row, col]), int(want if isinstance(want, int) else want[col])
             raise ExecutionError(
                 self._where("reads", name, lo, hi) + f" row {r0 + row} column {lo + col} before its write: expected "
                 f"the value of {self._writer(due)}, found that of {self._writer(tag)} (epoch now {mem.epoch})")

@@ -19,7 +19,8 @@ def ring(stages: tuple[Stage, ...], choices: PlanChoices, problems: list[str]) -
         asked_bytes = largest.smem + MIN_RING * SLOT_BYTES + FIXED_SMEM
         problems.append(
             f"shared memory: stage {largest.name} ({largest.body}) needs {largest.smem} bytes beside a ring of "
-            f"at least {MIN_RING} x {SLOT_BYTES} and {FIXED_SMEM} fixed: {asked_bytes} bytes asked, {hw.smem} there on {hw.name}"
+            f"at least {MIN_RING} x {SLOT_BYTES} and {FIXED_SMEM} fixed: {asked_bytes} bytes asked, "
+            f"{hw.smem} there on {hw.name}"
         )
     asked = choices.overlap.ring_slots
     if asked and asked > fit >= MIN_RING:

@@ -448,7 +448,8 @@ class _Fuser:
         if splits == 1:
             self.emit(op.name, "attn", (op.name,), {**params, "out": V(out)})
             return
-        part = self.add_value(f"{out}.part", groups * splits * params["heads_per_group"] * (params["dv"] + PARTIAL_EXTRA), "f32")
+        width = groups * splits * params["heads_per_group"] * (params["dv"] + PARTIAL_EXTRA)
+        part = self.add_value(f"{out}.part", width, "f32")
         self.emit(op.name, "attn", (op.name,), {**params, "out": part})
         self.emit(f"{op.name}.combine", "attn_combine", (), {**params, "partial": part, "out": V(out)}, first=op)
 
@@ -457,9 +458,10 @@ class _Fuser:
         lora, rope = op.attr("lora"), op.attr("rope")
         heads = op.attr("heads")
         groups = next(g for g in range(1, heads + 1) if heads % g == 0 and heads // g <= TILE_ROWS)  # M of the mma
-        self.attention(op, {"kind": "mla", "q": V(q), "ql": V(ql), "kv": V(op.state("kv")), "groups": groups,
-                            "heads_per_group": heads // groups, "dqk": lora + rope, "dv": lora, "scale": op.attr("scale"),
-                            "nope": op.attr("nope"), "rope": rope})
+        params = {"kind": "mla", "q": V(q), "ql": V(ql), "kv": V(op.state("kv")), "groups": groups,
+                  "heads_per_group": heads // groups, "dqk": lora + rope, "dv": lora, "scale": op.attr("scale"),
+                  "nope": op.attr("nope"), "rope": rope}
+        self.attention(op, params)
 
     def do_gqa_attention(self, op: Op) -> None:
         groups, dim = op.attr("kv_heads"), op.attr("dim")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from optkit.validate.check import Numerics
+from optkit.validate.numerics import Numerics
 
 FLOOR = 2.0**-9
 MEDIAN_FACTOR = 1.25

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from optkit.checks import Check, check
 from optkit.execute.bodies.experts import distinct
 from optkit.execute.contents import Contents, Source, contents
 from optkit.execute.memory import DTYPES
 from optkit.execute.runner import StageRunner
 from optkit.models import interpret
 from optkit.models.graph import Graph
-from optkit.models.ops import ChoiceError, Choices, StateTensor, WeightTensor
+from optkit.models.ops import ChoiceError, Choices, StateTensor
 from optkit.models.ops.attnres import block_statistics
 from optkit.plan.types import Plan, Stage
-from optkit.validate.check import Check, Numerics, check
 from optkit.validate.gates import FLOOR, MAX_FACTOR, MEDIAN_FACTOR, MIN_SAMPLES, judge, row_errors
-from optkit.validate.reference import active_rows, run_ops, state_rows
+from optkit.validate.numerics import Numerics
+from optkit.validate.reference import AnyWeights, active_rows, reference_weights, run_ops, state_rows
 from optkit.validate.scenario import Scenario, tensors, upcast
 
 TIE = 1e-5
@@ -35,6 +36,11 @@ TIE = 1e-5
 def short(name: str) -> str:
     """Value, state or op name without its layer: "L3.og" -> "og", "P.3a" -> "P.a"."""
     return re.sub(r"^P\.\d+", "P.", re.sub(r"^L\d+\.", "", name))
+
+
+def state_labels(tensors_of_state: int) -> tuple[str, ...]:
+    """How a state's tensors are told apart in the name of an output."""
+    return ("state",) if tensors_of_state == 1 else ("state K", "state V")
 
 
 @dataclass
@@ -78,15 +84,16 @@ class Result:
 class TeacherForced:
     """Runs stages one by one; `samples` collects what they do wrong.
 
-    `scale` multiplies float inputs and recurrent state of every stage: small inputs make epsilons matter.
+    `scale` multiplies float inputs and recurrent state of every stage; `align` replaces the rows before a norm that feeds
+    a gated activation by rows that drive single up-projections far out. See PROBES.
     """
 
-    def __init__(self, runner: StageRunner, graph: Graph, weights: Mapping[str, WeightTensor], scenario: Scenario,
-                 scale: float = 1.0) -> None:
-        self.runner, self.graph, self.scenario, self.scale = runner, graph, scenario, scale
+    def __init__(self, runner: StageRunner, graph: Graph, weights: AnyWeights, scenario: Scenario,
+                 scale: float = 1.0, align: bool = False) -> None:
+        self.runner, self.graph, self.scenario, self.scale, self.align = runner, graph, scenario, scale, align
         self.plan: Plan = runner.plan
-        self.w64 = interpret.cast_weights(graph, weights, "f64")
-        self.w32 = interpret.cast_weights(graph, weights, "bf16")
+        both = reference_weights(graph, weights)
+        self.w64, self.w32 = both.f64, both.bf16
         self.io = contents(self.plan, graph)
         self.first_user: dict[str, str] = {}
         for op in graph.ops:
@@ -97,19 +104,35 @@ class TeacherForced:
         self.carry: dict[str, Tensor] = {}
         self.pending: dict[str, tuple[tuple[str, ...], dict[str, Tensor], dict[str, StateTensor]]] = {}
 
-    def step(self, t: int, caches64: dict[str, StateTensor], stages: range | None = None) -> None:
-        """All stages at step t; caches64 moves on by one float64 step."""
+    def keys(self, index: int) -> list[str]:
+        """Names of the outputs by which a stage is judged."""
+        stage = self.plan.stages[index]
+        out = [f"{stage.body}:{'stats' if s.kind == 'stats' else short(s.value)}" for s in self.io[index].writes.values()
+               if s.kind in ("stats", "mailbox") or s.kind == "value" and self.graph.value(s.value).dtype != "i32"]
+        return out + [f"{stage.body}:{short(s)} {label}" for op in stage.ops for _, s in self.graph.op(op).states
+                      if self.first_user[s] in stage.ops
+                      for label in state_labels(len(tensors(self.runner.caches[s])))]
+
+    def lacking(self, samples: int) -> list[int]:
+        """Stages with an output of fewer than `samples` samples, and the attention stages that they complete."""
+        out = {i for i in range(len(self.plan.stages)) if any(len(self.samples.errors[k]) < samples for k in self.keys(i))}
+        parts = {b for i in out for b, s in self.io[i].reads.items() if s.kind == "partial"}
+        return sorted(out | {i for i in range(len(self.plan.stages)) if any(
+            s.kind == "partial" and b in parts for b, s in self.io[i].writes.items())})
+
+    def step(self, t: int, caches64: dict[str, StateTensor], stages: Iterable[int] | None = None) -> None:
+        """The given stages (default: all) at step t; caches64 moves on by one float64 step."""
         inputs = self.scenario.inputs(t)
         before = self._rounded(caches64)
         values = interpret.run(self.graph, self.w64, inputs, caches64, "f64")
         after = self._rounded(caches64)
         for index in stages if stages is not None else range(len(self.plan.stages)):
             stage = self.plan.stages[index]
-            held = {}
+            held: dict[str, StateTensor] = {}
             for op in stage.ops:
                 for _, state in self.graph.op(op).states:
                     held[state] = before[state] if self.first_user[state] in stage.ops else after[state]
-            self._stage(index, stage, self.io[index], values, inputs, held)
+            self._stage(index, stage, self._probed(stage, values), inputs, held)
 
     def _rounded(self, caches: dict[str, StateTensor]) -> dict[str, StateTensor]:
         """Copies in the runner's cache dtypes, recurrent state scaled."""
@@ -156,8 +179,23 @@ class TeacherForced:
         assert isinstance(norm, Tensor) and isinstance(proj, Tensor)
         return block_statistics([env[v].to(math) for v in source.rows], norm * proj.reshape(-1))
 
-    def _stage(self, index: int, stage: Stage, io: Contents, values: Mapping[str, Tensor], inputs: dict[str, Tensor],
+    def _probed(self, stage: Stage, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """`values`, or with `align` the inputs of this stage replaced: row r, once normalised, is the direction of one up
+        row, whose product is then |w| sqrt(width), far beyond what random rows reach."""
+        parts = [p for p in stage.param("parts", ()) if p["epilogue"] == "act"]
+        x = stage.param("x")
+        if not self.align or not parts or not x["norm"]:
+            return values
+        up, norm = self.w64[parts[0]["weight2"]], self.w64[x["norm"]]
+        assert isinstance(up, Tensor) and isinstance(norm, Tensor)
+        rows = up[torch.arange(self.scenario.batch, device=up.device) * 7 % len(up)] / norm
+        rows = rows / rows.square().mean(-1, keepdim=True).sqrt()
+        read = [s.value for s in self.io[self.plan.index[stage.name]].reads.values() if s.kind == "value"]
+        return {**values, **{v: rows for v in read if values[v].shape == rows.shape}}
+
+    def _stage(self, index: int, stage: Stage, values: Mapping[str, Tensor], inputs: dict[str, Tensor],
                held: dict[str, StateTensor]) -> None:
+        io = self.io[index]
         inject, env = self._inject(io, values, inputs)
         for name, t in held.items():
             for a, b in zip(tensors(self.runner.caches[name]), tensors(t), strict=True):
@@ -223,36 +261,70 @@ class TeacherForced:
             state = self.graph.state(name)
             if self.first_user[name] not in case.ops:
                 continue
-            for got, band, exact, old in zip(*(tensors(x[name]) for x in (self.runner.caches, plain, want, case.held)),
-                                             strict=True):
+            of = [tensors(x[name]) for x in (self.runner.caches, plain, want, case.held)]
+            for label, got, band, exact, old in zip(state_labels(len(of[0])), *of, strict=True):
                 where = state_rows(state.kind, got, case.inputs, case.rows)
-                self.samples.add(f"{case.stage.body}:{short(name)} state", (got[where], exact[where]), (band[where], exact[where]))
+                self.samples.add(f"{case.stage.body}:{short(name)} {label}", (got[where], exact[where]), (band[where], exact[where]))
                 rest = got.clone()
                 rest[where] = old[where]
                 if not torch.equal(rest, old):
                     self.samples.wrong.append(f"{case.stage.name}: wrote elements of state {name} that no active row owns")
 
 
-def per_stage(runner: StageRunner, graph: Graph, weights: Mapping[str, WeightTensor], scenario: Scenario,
-              repeat: str = "") -> tuple[list[Check], list[Numerics]]:
-    """Teacher-forced gates over all steps of `scenario`; >= 256 samples of every output need rows x steps >= 256.
+PROBES = (("small", 2.0**-12, False), ("large", 8.0, True))
+"""Inputs that make constants matter: at 2^-12 every squared row lies far below every epsilon (smallest 1e-6), so results
+go as eps^-1/2; times 8, or aligned with an up row, activations reach the linear clip (25)."""
 
-    Returns the checks "numerics.per_stage" (all outputs within the band) and "numerics.exact" (choices, tables and
-    foreign state elements), and one Numerics row per output.
+
+def per_stage(runner: StageRunner, graph: Graph, weights: AnyWeights, scenario: Scenario,
+              repeat: str = "", samples: int = MIN_SAMPLES) -> tuple[list[Check], list[Numerics]]:
+    """Teacher-forced gates over the steps of `scenario`; a stage is left out once its outputs have `samples` samples.
+
+    An output made once a step needs rows x steps >= 256. Returns the checks "numerics.per_stage" (all outputs within
+    the band), "numerics.probes" (maxima within the band on the inputs of PROBES) and "numerics.exact" (choices, tables,
+    state of other requests), and one Numerics row per output.
     """
+    weights = reference_weights(graph, weights)
     forced = TeacherForced(runner, graph, weights, scenario)
     caches64 = scenario.caches("f64")
-    for t in range(scenario.steps):
-        forced.step(t, caches64)
-    rows, wrong = forced.samples.numerics(), forced.samples.wrong
-    bad = [r for r in rows if r.status == "fail"]
+    probes: dict[str, Samples] = {}
+    try:
+        for t in range(scenario.steps):
+            forced.step(t, caches64, forced.lacking(samples))
+        for name, scale, align in PROBES:
+            probe = TeacherForced(runner, graph, weights, scenario, scale, align)
+            probes[name] = probe.samples
+            probe.step(0, scenario.caches("f64"))
+    except RuntimeError as e:
+        return [check("numerics.per_stage", False, None, 1.0, f"the runner failed: {e}", repeat)], []
+    rows = forced.samples.numerics()
+    return [_band_check(rows, repeat), _probe_check(probes, repeat),
+            _exact_check([forced.samples, *probes.values()], repeat)], rows
+
+
+def _band_check(rows: list[Numerics], repeat: str) -> Check:
+    few = [r.stage for r in rows if r.n < MIN_SAMPLES]
+    bad = [why(r) for r in rows if r.status == "fail" and r.n >= MIN_SAMPLES]
+    if few:
+        bad.append(f"fewer than {MIN_SAMPLES} samples: {', '.join(few)}")
     worst = max(rows, key=excess)
-    return [
-        check("numerics.per_stage", not bad, round(excess(worst), 3), 1.0,
-              "; ".join(why(r) for r in bad) or f"{len(rows)} outputs, closest to its gate: {worst.stage}", repeat),
-        check("numerics.exact", not wrong, len(wrong), 0,
-              "; ".join(wrong[:5]) or "choices, expert tables and state elements of other requests", repeat),
-    ], rows
+    return check("numerics.per_stage", not bad, round(excess(worst), 3), 1.0,
+                 "; ".join(bad) or f"{len(rows)} outputs, closest to its gate: {worst.stage}", repeat)
+
+
+def _probe_check(probes: Mapping[str, Samples], repeat: str) -> Check:
+    used = {f"{key} ({name})": max(errors) / (MAX_FACTOR * max(*samples.band[key], FLOOR))
+            for name, samples in probes.items() for key, errors in samples.errors.items()}
+    worst = max(used, key=lambda k: used[k])
+    bad = [f"{k}: {v:.2f} x its gate" for k, v in used.items() if v > 1]
+    return check("numerics.probes", not bad, round(used[worst], 3), 1.0,
+                 "; ".join(bad) or f"{len(used)} outputs, closest to its gate: {worst}", repeat)
+
+
+def _exact_check(samples: list[Samples], repeat: str) -> Check:
+    wrong = [w for s in samples for w in s.wrong]
+    return check("numerics.exact", not wrong, len(wrong), 0,
+                 "; ".join(wrong[:5]) or "choices, expert tables and state elements of other requests", repeat)
 
 
 def excess(r: Numerics) -> float:
@@ -262,7 +334,5 @@ def excess(r: Numerics) -> float:
 
 def why(r: Numerics) -> str:
     """One clause about a failed output."""
-    if r.n < MIN_SAMPLES:
-        return f"{r.stage}: {r.n} samples, at least {MIN_SAMPLES} needed"
-    return (f"{r.stage}: median {r.median:.2e} (band {r.band_median:.2e}), maximum {r.max:.2e} (band {r.band_max:.2e}), "
-            f"{excess(r):.2f} x its gate")
+    return (f"{r.stage}: {r.n} samples, median {r.median:.2e} (band {r.band_median:.2e}), maximum {r.max:.2e} (band "
+            f"{r.band_max:.2e}), {excess(r):.2f} x its gate")

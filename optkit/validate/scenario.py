@@ -34,6 +34,8 @@ class Scenario:
     block_size: int = 16
     starts: tuple[int, ...] = ()
     padding: tuple[int, ...] = ()
+    blocks: int = 0
+    slots: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
@@ -47,9 +49,11 @@ class Scenario:
         if len(self.starts) != self.batch:
             raise ValueError(f"starts: {self.starts}: expected {self.batch} lengths")
         self.blocks_per_row = -(-(max(self.starts) + self.steps) // self.block_size)
-        self.blocks = 1 + self.batch * self.blocks_per_row
-        self.slots = 1 + self.batch + 1  # one spare slot that must stay untouched
-        order = torch.randperm(self.blocks - 1, generator=gen) + 1
+        blocks, slots = 1 + self.batch * self.blocks_per_row, 1 + self.batch + 1  # a spare slot that must stay untouched
+        self.blocks, self.slots = self.blocks or blocks, self.slots or slots
+        if self.blocks < blocks or self.slots < slots:
+            raise ValueError(f"blocks, slots: {self.blocks}, {self.slots}: expected at least {blocks}, {slots}")
+        order = (torch.randperm(self.blocks - 1, generator=gen) + 1)[: blocks - 1]
         self.block_table = order.view(self.batch, self.blocks_per_row).int()
         self.state_slot = (torch.randperm(self.slots - 1, generator=gen) + 1)[: self.batch].int()
         # one rank with emulated peers embeds only tokens of its own vocabulary shard: draw from it

@@ -5,22 +5,22 @@ Loading is no proof that a model computes what it should (a missing weight loads
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from optkit.checks import Check, check
 from optkit.models import interpret
 from optkit.models.graph import Graph
-from optkit.models.ops import WeightTensor
-from optkit.validate.check import Check, check
+from optkit.validate.reference import AnyWeights, reference_weights
 
 BLOCK = 16
 
 
-def sequence_logprobs(graph: Graph, weights: Mapping[str, WeightTensor], tokens: Sequence[int], precision: str) -> Tensor:
+def sequence_logprobs(graph: Graph, weights: AnyWeights, tokens: Sequence[int], precision: str) -> Tensor:
     """Log-probabilities [len(tokens), V] (float64) of the token after each given one, decoded one by one from nothing."""
-    w = interpret.cast_weights(graph, weights, precision)
+    w = reference_weights(graph, weights).of(precision)
     blocks = -(-len(tokens) // BLOCK)
     caches = interpret.allocate_caches(graph, 2, blocks + 1, BLOCK, precision)
     table = torch.arange(1, blocks + 1, dtype=torch.int32)[None]
@@ -33,7 +33,7 @@ def sequence_logprobs(graph: Graph, weights: Mapping[str, WeightTensor], tokens:
     return torch.log_softmax(torch.stack(out), -1)
 
 
-def score_served(graph: Graph, weights: Mapping[str, WeightTensor], prefix: Sequence[int], served: Sequence[int],
+def score_served(graph: Graph, weights: AnyWeights, prefix: Sequence[int], served: Sequence[int],
                  logprobs: Sequence[float], name: str = "served.tokens", repeat: str = "") -> Check:
     """Greedy tokens with their log-probabilities against float64 given the same prefix.
 
@@ -44,6 +44,7 @@ def score_served(graph: Graph, weights: Mapping[str, WeightTensor], prefix: Sequ
     if not prefix or len(served) != len(logprobs) or not served:
         raise ValueError(f"prefix of {len(prefix)}, {len(served)} tokens, {len(logprobs)} logprobs: expected a prefix and "
                          "one logprob per token")
+    weights = reference_weights(graph, weights)
     fed = [*prefix, *served[:-1]]
     exact, plain = (sequence_logprobs(graph, weights, fed, p)[len(prefix) - 1 :] for p in ("f64", "bf16"))
     band = float((exact - plain).abs().max())

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from scoring import score
 from server import Answer, Server, vllm_python, write_tokenizer
 
 from optkit import __version__
@@ -22,7 +23,6 @@ from optkit.models.families import family_of, named_config
 from optkit.models.graph import Graph
 from optkit.plan.build import build_plan
 from optkit.plan.choices import PlanChoices
-from optkit.validate.served import score_served
 
 pytestmark = [
     pytest.mark.vllm, pytest.mark.slow,
@@ -77,41 +77,35 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Kit:
 
 
 def assert_correct(kit: Kit, answers: list[Answer]) -> None:
-    for (prompt, count), answer in zip(REQUESTS, answers, strict=True):
-        assert answer.prompt == prompt and len(answer.tokens) == count
-        check = score_served(kit.graph, kit.weights, prompt, answer.tokens, answer.logprobs)
-        assert check.status == "pass", check
+    """`answers` are to REQUESTS, perhaps with later ones behind them."""
+    assert [(a.prompt, len(a.tokens)) for a in answers[: len(REQUESTS)]] == REQUESTS
+    found = score(kit.graph, kit.weights, answers)
+    assert found.faults() == [], found
 
 
-def assert_score_can_fail(kit: Kit, weight: str, answer: Answer) -> None:
-    """The same answer against a reference without one weight, as if the engine had not loaded it."""
+def assert_score_can_fail(kit: Kit, weight: str, answers: list[Answer]) -> None:
+    """The same answers against a reference without one weight, as if the engine had not loaded it."""
     broken = kit.weights | {weight: torch.zeros_like(kit.weights[weight])}
-    check = score_served(kit.graph, broken, answer.prompt, answer.tokens, answer.logprobs)
-    assert check.status == "fail", check
+    found = score(kit.graph, broken, answers)
+    assert found.faults() != [], found
 
 
 def test_kimi_k3_through_the_artifact(k3: Kit, tmp_path: Path) -> None:
     with Server(k3.model, tmp_path, k3.options("auto")) as server:
         server.wait_ready()
         answers = server.complete_all(REQUESTS)
-        again = server.complete(*REQUESTS[1])
+        # A later request must not see states or cache rows that an earlier one left behind.
+        later = server.complete(*REQUESTS[1])
         stats, log = server.stats, server.log
     assert stats["decode_executor"] >= max(n for _, n in REQUESTS) - 1 and stats["prefill"] >= 1, stats
     assert stats["decode_fallback"] == 0 and stats["reasons"] == [], stats
     assert log.count(f"active for decode steps, digest {stats['artifact']}") == 1, log[-3000:]
-    assert_correct(k3, [*answers])
-    assert_correct_alone(k3, again)
-    assert_score_can_fail(k3, "model.layers.4.self_attn.o_proj.weight", answers[0])
-
-
-def assert_correct_alone(kit: Kit, answer: Answer) -> None:
-    """A later request: it must not see states or cache rows that an earlier one left behind."""
-    check = score_served(kit.graph, kit.weights, answer.prompt, answer.tokens, answer.logprobs)
-    assert check.status == "pass", check
+    assert_correct(k3, [*answers, later])
+    assert_score_can_fail(k3, "model.layers.4.self_attn.o_proj.weight", answers)
 
 
 def test_kimi_k3_with_an_artifact_that_does_not_fit(k3: Kit, tmp_path: Path) -> None:
-    """auto: optkit's torch model serves and the log says why, once. require: no start, every reason. Damage: no start."""
+    """auto: optkit's torch model serves, the log says why, once. require: no start, every reason. Damage: no start."""
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     for file in k3.fits.iterdir():
@@ -148,7 +142,7 @@ def test_llama_through_the_artifact_and_through_vllm(llama: Kit, tmp_path: Path)
         stats, unused, log = ours.stats, theirs.stats, theirs.log
     assert stats["decode_executor"] >= max(n for _, n in REQUESTS) - 1 and stats["decode_fallback"] == 0, stats
     assert_correct(llama, answers)
-    assert_score_can_fail(llama, "model.layers.2.mlp.down_proj.weight", answers[0])
+    assert_score_can_fail(llama, "model.layers.2.mlp.down_proj.weight", answers)
     assert unused["decode_executor"] == unused["decode_fallback"] == 0 and len(unused["reasons"]) == 2, unused
     assert log.count("is not used, vLLM's own model runs every step, because: ") == 1
     assert_correct(llama, fallback)

@@ -92,14 +92,14 @@ def _length(mem: Memory, row: int) -> int:
 
 
 def attn(stage: Stage, units: Sequence[int], mem: Memory) -> None:
-    """One split of one group of one row: bf16 output if there is one split, else (m, l, unnormalised o) per head."""
+    """One split of one group of one row: bf16 output if there is one split, else (m, l, 0, 0, unnormalised o) per head."""
     splits, hpg, dv = stage.param("splits"), stage.param("heads_per_group"), stage.param("dv")
     for row, group, split in _units(stage, units, mem, splits):
         tokens = split_ranges(_length(mem, row), splits)[split]
         if splits > 1 and not tokens:  # short context: m = -inf, l = 0, o = 0, which weighs nothing in the combination
-            part = torch.zeros((hpg, dv + 2), device=mem.device)
+            part = torch.zeros((hpg, dv + PARTIAL_EXTRA), device=mem.device)
             part[:, 0] = -torch.inf
-            mem.store(stage.param("out"), part.view(1, -1), (row, row + 1), (group * splits + split) * hpg * (dv + 2))
+            mem.store(stage.param("out"), part.view(1, -1), (row, row + 1), (group * splits + split) * part.numel())
             continue
         k, v = _tokens(stage, mem, row, group, tokens)
         m, l, o = attention_part(_query(stage, mem, row, group), k, v, stage.param("scale"))
