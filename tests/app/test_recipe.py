@@ -198,7 +198,10 @@ def test_model_limits() -> None:
     recipe = resolve("kimi_k3/h200_tp8_slice").recipe
     where = resolve("kimi_k3/h200_tp8_slice").source
     assert problems(recipe, where, Limits(layers=4, max_context=8192)) == []
-    assert [p.key for p in problems(recipe, where, Limits(layers=3, max_context=8191))] == ["decode.context", "model.layers"]
+    assert [p.key for p in problems(recipe, where, Limits(layers=3, max_context=8191))] == [
+        "decode.context",
+        "model.layers",
+    ]
 
 
 def test_interpolations_are_checked_after_composition(tmp_path: Path) -> None:
