@@ -29,8 +29,8 @@ class Executor:
         graph: the graph it was made from (names of outputs and states).
         weights: Weight name -> resident tensor, MXFP4 as (packed, scales).
         caches: State name -> paged tensor, or (K, V); bound, not copied.
-        order: "stage" runs whole stages in one call each (fastest); an int seeds a random task order; "inverted" and
-            "greedy" are adversarial orders (schedule.POLICIES).
+        order: "stage" runs whole stages in one call each (fastest); an int seeds a random task order; "inverted",
+            "greedy" and "starve:N" are adversarial orders (see schedule).
         checked: poisons memory at the start of each step, and checks that every read sees the right writer's value.
         accesses: with `checked` and a task order, also checks that tasks touch only what their Accesses declare.
 
@@ -38,9 +38,18 @@ class Executor:
         ValueError: a stage body, weight or state that is missing, all of them in one message.
     """
 
-    def __init__(self, plan: Plan, graph: Graph, weights: Mapping[str, WeightTensor], caches: dict[str, StateTensor], *,
-                 order: int | str = "stage", checked: bool = False, accesses: bool = True,
-                 device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        graph: Graph,
+        weights: Mapping[str, WeightTensor],
+        caches: dict[str, StateTensor],
+        *,
+        order: int | str = "stage",
+        checked: bool = False,
+        accesses: bool = True,
+        device: torch.device | str = "cpu",
+    ) -> None:
         missing = sorted({s.body for s in plan.stages} - BODIES.keys())
         problems = [f"body {b!r}: not one of {', '.join(BODIES)}" for b in missing]
         problems += [f"weight {w.name!r} is missing" for w in graph.weights if w.name not in weights]
@@ -111,8 +120,10 @@ class Executor:
         except ExecutionError:
             raise
         except Exception as e:
-            raise ExecutionError(f"stage {index} {stage.name!r} (body {stage.body}, units {units[0]}..{units[-1]}): "
-                                 f"{type(e).__name__}: {e}") from e
+            raise ExecutionError(
+                f"stage {index} {stage.name!r} (body {stage.body}, units {units[0]}..{units[-1]}): "
+                f"{type(e).__name__}: {e}"
+            ) from e
 
     def _poison_new_rows(self) -> None:
         """NaN where this step's KV rows will go: an attention task that overtakes the insert is seen."""
