@@ -21,19 +21,19 @@ from typing import Any
 import torch
 
 from optkit.bench.names import name
+from optkit.checks import Check, check
 from optkit.export.launch import GpuRunner, LaunchFacts, Module
 from optkit.models.families import family_of
 from optkit.models.graph import Graph
 from optkit.models.random_weights import random_weights
 from optkit.plan.compress import from_json
 from optkit.plan.types import Plan
-from optkit.validate.check import Check, Numerics, check
 from optkit.validate.gates import MIN_SAMPLES
+from optkit.validate.numerics import Numerics
 from optkit.validate.orders import run_bits, same_bits
 from optkit.validate.per_stage import per_stage
 from optkit.validate.rollout import rollout
 from optkit.validate.scenario import Scenario
-
 
 REGISTERS = 224
 """288 threads x 224 = 64512 of 65536 registers."""

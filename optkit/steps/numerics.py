@@ -5,7 +5,6 @@ They leave "weights" and "numerics" (rows for the report).
 
 from __future__ import annotations
 
-from math import ceil
 from pathlib import Path
 
 from optkit.build import load_weights, model_json
@@ -25,33 +24,17 @@ def validate(recipe: Recipe, context: Context) -> None:
             context.not_run(name, f"{size:.1f} GB of weights: float64 takes a GPU (hardware.* checks), the CPU does up to "
                             f"{CPU_WEIGHTS_GB:g} GB", repeat=hardware_command(recipe, context))
         return
+    import torch
+
     from optkit.execute import Executor
-    from optkit.validate.orders import orders, repeat
-    from optkit.validate.per_stage import per_stage
-    from optkit.validate.rollout import rollout
-    from optkit.validate.scenario import Scenario
+    from optkit.validate import suite
 
-    v = recipe.validate
+    torch.set_num_threads(1)  # thousands of small products: a second thread costs more in hand-overs than it computes
     weights = context.results["weights"] = load_weights(context.resolved, context.results["source"], graph)
-
-    def scenario(batch: int, steps: int) -> Scenario:
-        return Scenario(graph, batch, steps, seed=v.seed, block_size=recipe.cache.block_size)
-
-    def runner(s: Scenario) -> Executor:
-        return Executor(plan, graph, weights, s.caches("bf16"))
-
-    s = scenario(plan.rows, ceil(v.samples / plan.rows))
-    context.note(f"every stage alone, {s.batch} rows x {s.steps} steps against float64")
-    checks, rows = per_stage(runner(s), graph, weights, s, context.repeat)
+    scenarios = suite.make(graph, recipe.validate, recipe.cache.block_size)
+    runner = Executor(plan, graph, weights, scenarios.caches())
+    checks, context.results["numerics"] = suite.validate(runner, weights, scenarios, context.repeat, context.note)
     context.take(checks)
-    s = scenario(v.rollout_batch, v.rollout_steps)
-    context.note(f"rollout of {s.steps} steps at batch {s.batch}, state carried")
-    checks, more = rollout(runner(s), graph, weights, s, context.repeat)
-    context.take(checks)
-    context.results["numerics"] = rows + more
-    s = scenario(min(v.rollout_batch, 2), v.order_steps)
-    context.note(f"{v.order_seeds} random and the adversarial task orders, {s.steps} steps each")
-    context.take([orders(runner(s), s, range(v.order_seeds), command=context.repeat), repeat(runner(s), s, context.repeat)])
 
 
 def hardware_command(recipe: Recipe, context: Context) -> str:

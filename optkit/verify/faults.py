@@ -1,4 +1,4 @@
-"""Planted faults: wrong Plans made from a right one, each of which must turn its proof red (docs/design.md, section 4.6).
+"""Planted faults: wrong Plans made from a right one, each of which must turn its proof red (docs/design.md, section 4).
 
 A fault is chosen so that it really breaks the Plan: dropping an edge that a chain of others implies would be harmless.
 Where a Plan has nothing to break in this way (no state read by another stage, no mailbox) the fault does not apply.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from optkit.checks import Check
 from optkit.plan.types import Access, Buffer, Edge, Plan
-from optkit.verify.check import Check
 from optkit.verify.proofs import prove
 
 
@@ -58,13 +58,16 @@ def wrong_count(plan: Plan) -> Plan | None:
 
 def shared_buffer(plan: Plan) -> Plan | None:
     """Two values that live at the same time get one buffer."""
+
     def kind(name: str) -> tuple[str, str, str, int]:
         b = plan.buffer[name]
         return b.klass, b.dtype, b.layout, b.width
 
     for e in _raw(plan):
-        for s in plan.stages[e.src + 1:e.dst]:
-            other = next((a.buffer for a in s.writes if a.buffer != e.buffer and kind(a.buffer) == kind(e.buffer)), None)
+        for s in plan.stages[e.src + 1 : e.dst]:
+            other = next(
+                (a.buffer for a in s.writes if a.buffer != e.buffer and kind(a.buffer) == kind(e.buffer)), None
+            )
             if other is not None and not any(a.buffer == other for a in plan.stages[e.src].writes):
                 return _renamed(plan, frozenset((other,)), e.buffer)
     return None
@@ -72,11 +75,15 @@ def shared_buffer(plan: Plan) -> Plan | None:
 
 def _renamed(plan: Plan, names: frozenset[str], to: str) -> Plan:
     """All accesses and edges on `names` go to buffer `to`."""
+
     def ren(accesses: tuple[Access, ...]) -> tuple[Access, ...]:
         return tuple(replace(a, buffer=to) if a.buffer in names else a for a in accesses)
 
-    return replace(plan, stages=tuple(replace(s, reads=ren(s.reads), writes=ren(s.writes)) for s in plan.stages),
-                   edges=tuple(replace(e, buffer=to) if e.buffer in names else e for e in plan.edges))
+    return replace(
+        plan,
+        stages=tuple(replace(s, reads=ren(s.reads), writes=ren(s.writes)) for s in plan.stages),
+        edges=tuple(replace(e, buffer=to) if e.buffer in names else e for e in plan.edges),
+    )
 
 
 def tagged_state(plan: Plan) -> Plan | None:
@@ -89,7 +96,7 @@ def tagged_state(plan: Plan) -> Plan | None:
 
 def large_smem(plan: Plan) -> Plan | None:
     """A body asks for more shared memory than is left beside the ring."""
-    return _with_stage(plan, 0, smem=dict(plan.hardware)["smem"])
+    return _with_stage(plan, 0, smem=dict(plan.hardware)["smem_kib"] * 1024)
 
 
 def many_registers(plan: Plan) -> Plan | None:
@@ -137,8 +144,9 @@ def unwritten_read(plan: Plan) -> Plan | None:
     """The last stage reads a buffer that nobody writes."""
     last = plan.stages[-1]
     ghost = Buffer("nobody", "activation", "bf16", plan.rows, 64)
-    return replace(_with_stage(plan, len(plan.stages) - 1, reads=(*last.reads, Access("nobody"))),
-                   buffers=(*plan.buffers, ghost))
+    return replace(
+        _with_stage(plan, len(plan.stages) - 1, reads=(*last.reads, Access("nobody"))), buffers=(*plan.buffers, ghost)
+    )
 
 
 def too_many_ctas(plan: Plan) -> Plan | None:

@@ -53,14 +53,18 @@ def reuse(plan: Plan, events: list[MailboxEvent]) -> list[str]:
         later = following.get(use.mailbox)
         following[use.mailbox] = i
         end = uses[later].writes[0].stage if later is not None else len(plan.stages)
-        safe = any(u.reads and max(u.reads) < end and all(set(use.reads) <= w.known for w in u.writes)
-                   for u in uses[i + 1:later])
+        safe = any(
+            u.reads and max(u.reads) < end and all(set(use.reads) <= w.known for w in u.writes)
+            for u in uses[i + 1 : later]
+        )
         if later is None:  # over the step boundary: an exchange finished before the first use of the next step counts
             start = uses[first[use.mailbox]].writes[0].stage
-            safe = safe or any(u.reads and max(u.reads) < start for u in uses[:first[use.mailbox]])
+            safe = safe or any(u.reads and max(u.reads) < start for u in uses[: first[use.mailbox]])
         if not safe:
             then = f"by {plan.stages[end].name}" if later is not None else "in the next step"
             who = ", ".join(plan.stages[r].name for r in use.reads[:1]) or "nobody"
-            out.append(f"mailbox {use.mailbox}: words read by {who} may be overwritten {then} by a faster peer; no other "
-                       "exchange lies between (alternate two mailboxes)")
+            out.append(
+                f"mailbox {use.mailbox}: words read by {who} may be overwritten {then} by a faster peer; no other "
+                "exchange lies between (alternate two mailboxes)"
+            )
     return out[::-1]

@@ -1,34 +1,23 @@
-"""Ordering of every read and write of a Plan, task by task, with one vector clock per SM.
-
-Two clocks, because two different things can be known. Both are [SM, SM] arrays of stage indices: row m says what a
-task on SM m knows of the tasks on every SM.
-
-* `visible[m, m']` = s: everything that SM m' wrote in stages <= s is visible to m. Only release/acquire makes it grow:
-  a `counter` or `grid_barrier` edge (all tasks of the source stage arrive after a CTA barrier, so an arrival covers
-  the SM's earlier tasks too; transitive), and `same_sm` (a CTA barrier) for the own SM.
-* `done[m, m']` = s: SM m' has finished all reads of its stages <= s before any store of the task at hand. The edges
-  above make it grow, and tagged words too: whoever polls a tag has seen a store, which comes after (1) all tasks that
-  the writing SM ran before, (2) all polls of the writing unit, (3) if all words of all units of the writing task are
-  polled, the whole task. So (1) `done` = stage - 1 or (3) = stage. Nothing is claimed for routed units and for rows
-  that may be absent (see regions.heard). A tagged word makes no *other* memory visible: `visible` never grows by it.
+"""Ordering of every read and write of a Plan, task by task, with the vector clocks of clocks.py.
 
 Rules. RAW on a plain buffer: `visible`. RAW through a tagged edge: by value, for exactly the words that the edge's
-source stage writes; never for state; a tag of another stage is no match, so older writers need only their WAW. WAR: `done`, since a read that has returned cannot see a later store. WAW:
-`visible`, or every overwritten word was read by a reader that must see it, so the store had reached the point of
-coherence, and whose read is ordered before the overwriting store.
-`program`: reader and writer unit are the same unit of the same task shape, so one thread owns the words.
+source stage writes; never for state; a tag of another stage is no match, so older writers need only their WAW.
+WAR: `done`, since a read that has returned cannot see a later store. WAW: `visible`, or every overwritten word was read
+by a reader that must see it, so the store had reached the point of coherence, and whose read is ordered before the
+overwriting store. `program`: reader and writer unit are the same unit of the same task shape, so that one thread owns
+the words.
 
 The producer warp runs apart from its consumers: it reads the index of routed tiles, and if none of its SM's units exist
 no consumer waits for it. Such an index read counts as done only when the SM has finished a later stage whose tiles come
 through the same FIFO ring (`_Use.due`).
 
 Assumed of the kernel: the consumer warps of a CTA meet between two tasks, every value that a task loads is used before
-its last store, and loads of activations are strong at gpu scope, so that they return what has reached L2 (the audit checks the loads).
+its last store, and loads of activations are strong at gpu scope, so that they return what has reached L2 (the audit
+checks the loads).
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -37,10 +26,11 @@ import numpy as np
 
 from optkit.plan.types import Access, Edge, Plan, Stage
 from optkit.verify import regions as R
+from optkit.verify.clocks import BY_VALUE, Clocks
 
 READ_ONLY = ("weight", "table", "input")
-ACQUIRE = ("counter", "grid_barrier")
-BY_VALUE = ("tagged", "peer_mailbox")
+STAGED = ("gemv", "expert_gate_up", "expert_down")
+"""Bodies whose reads of whole buffers go through shared memory, with a CTA barrier before the first store."""
 
 
 @dataclass(frozen=True)
@@ -89,90 +79,6 @@ class OrderResult:
     exchanges: list[MailboxEvent]
 
 
-class _Clocks:
-    """The vector clocks of one walk over the stages."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        n = plan.sms
-        self.visible = np.full((n, n), -1, np.int32)
-        self.done = np.full((n, n), -1, np.int32)
-        self.sms = [np.array([s.sm_of(t, n) for t in range(s.tasks)]) for s in plan.stages]
-        self.released: list[np.ndarray] = []  # [SM]: what all arrivals of a stage make visible
-        self.arrived: list[np.ndarray] = []  # [SM]: the same for `done`
-        self.before = np.empty((0, n), np.int32)  # [task, SM] of the stage at hand: known before any of its stores
-        self.before_store: dict[int, np.ndarray] = {}  # the same, kept while a later stage hears this one's tags
-        self.at_end: dict[int, np.ndarray] = {}  # [task, SM]: known at the end of the task
-        self.together: dict[int, dict[int, np.ndarray]] = {}  # per stage: units of older stages heard in part
-        self.last_hearer: dict[int, int] = {}
-        for e in plan.edges:
-            if e.mechanism in BY_VALUE:
-                self.last_hearer[e.src] = max(e.dst, self.last_hearer.get(e.src, -1))
-
-    def enter(self, i: int, waits: tuple[Edge, ...], tagged: dict[int, R.Heard]) -> None:
-        """Apply the edges into stage i."""
-        sm = self.sms[i]
-        for e in waits:
-            if e.mechanism in ACQUIRE:
-                self.visible[sm] = np.maximum(self.visible[sm], self.released[e.src])
-                self.done[sm] = np.maximum(self.done[sm], self.arrived[e.src])
-            elif e.mechanism == "same_sm":
-                own = np.intersect1d(sm, self.sms[e.src])
-                self.visible[own, own] = np.maximum(self.visible[own, own], e.src)
-        self.done[sm, sm] = i - 1
-        before, end = self.done[sm], self.done[sm]
-        for src, h in tagged.items():
-            lower = np.maximum(self._told(h.every, self.before_store[src], src, False),
-                               self._told(h.every_whole, self.at_end[src], src, True))
-            before = np.maximum(before, lower)
-            end = np.maximum(end, np.maximum(lower, self._told(h.whole, self.at_end[src], src, True)))
-        self.before = before
-        if i in self.last_hearer:
-            self.before_store[i], self.at_end[i] = before, end
-        for src in [x for x in tagged if self.last_hearer[x] <= i]:
-            del self.before_store[src], self.at_end[src]
-        self.done[sm] = end
-        released = self.visible[sm].max(axis=0, initial=-1)
-        arrived = np.maximum(end.max(axis=0, initial=-1), self._hear_together(i, tagged))
-        released[sm] = arrived[sm] = i
-        self.released.append(released)
-        self.arrived.append(arrived)
-
-    def _hear_together(self, i: int, tagged: dict[int, R.Heard]) -> np.ndarray:
-        """[SM]: what all tasks of stage i know together; keeps the units of incompletely heard stages for the next."""
-        known: dict[int, np.ndarray] = {src: h.units.copy() for src, h in tagged.items()}
-        out = np.full(self.plan.sms, -1, np.int32)
-        todo = sorted(known)
-        while todo:
-            src = todo.pop()
-            if known[src].all():
-                out = np.maximum(out, self.arrived[src])
-                for older, units in self.together.get(src, {}).items():
-                    if older in known:
-                        known[older] |= units
-                    else:
-                        known[older] = units.copy()
-                        insort(todo, older)
-        self.together[i] = {s: u for s, u in known.items() if not u.all() and (out[self.sms[s]] < s).any()}
-        for old in [x for x in self.together if self.last_hearer.get(x, -1) <= i and x != i]:
-            del self.together[old]
-        return out
-
-    def _told(self, told: R.Told, known: np.ndarray, src: int, whole: bool) -> np.ndarray:
-        """[reader tasks, SM]: maximum of `known` over the writer tasks that are heard, and what their SMs finished."""
-        own, sm = src if whole else src - 1, self.sms[src]
-        rows = np.full((len(told.patterns), self.plan.sms), -1, np.int32)
-        if told.all:
-            rows[:] = self.arrived[src] if whole else known.max(axis=0, initial=-1)
-            rows[:, sm] = np.maximum(rows[:, sm], own)
-        else:
-            for k, pattern in enumerate(told.patterns):
-                if pattern.any():
-                    rows[k] = known[pattern].max(axis=0)
-                    rows[k, sm[pattern]] = np.maximum(rows[k, sm[pattern]], own)
-        return rows[told.which]
-
-
 def check_order(plan: Plan) -> OrderResult:
     """Walk the stages in global order and compare each access with the live accesses before it."""
     return _Walk(plan).run()
@@ -181,7 +87,7 @@ def check_order(plan: Plan) -> OrderResult:
 class _Walk:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.clocks = _Clocks(plan)
+        self.clocks = Clocks(plan)
         self.writers: dict[str, list[_Use]] = defaultdict(list)
         self.readers: dict[str, list[_Use]] = defaultdict(list)
         self.due = _index_reads_due(plan, self.clocks.sms)
@@ -196,7 +102,7 @@ class _Walk:
             reads, writes = _by_buffer(stage.reads), _by_buffer(stage.writes)
             uses = {b: self._use(i, b, acc) for b, acc in reads.items() if b in plan.buffer}
             made = {b: self._use(i, b, acc) for b, acc in writes.items() if b in plan.buffer}
-            self.clocks.enter(i, waits, self._tagged(waits, uses))
+            self.clocks.enter(i, waits, self._tagged(i, waits, uses))
             for b, use in uses.items():
                 self._read(b, use, waits)
             for b, use in made.items():
@@ -223,9 +129,13 @@ class _Walk:
     def _use(self, i: int, buffer: str, accesses: tuple[Access, ...]) -> _Use:
         b = self.plan.buffer[buffer]
         stage = self.plan.stages[i]
-        return _Use(i, R.footprint(stage, accesses, b.width),
-                    R.footprint(stage, accesses, b.width, rows_matter=b.klass != "state"),
-                    self.due.get((i, buffer), i), self._all_polled(stage, accesses))
+        return _Use(
+            i,
+            R.footprint(stage, accesses, b.width),
+            R.footprint(stage, accesses, b.width, rows_matter=b.klass != "state"),
+            self.due.get((i, buffer), i),
+            self._all_polled(stage, accesses),
+        )
 
     def _all_polled(self, stage: Stage, accesses: tuple[Access, ...]) -> bool:
         """Units of a routed stage exist for every row if its index is a partition of the rows' choices."""
@@ -235,22 +145,33 @@ class _Walk:
             return True
         return {s.index for s in stage.streams} <= self.partition and all(a.step == 0 for a in accesses)
 
-    def _tagged(self, waits: tuple[Edge, ...], uses: dict[str, _Use]) -> dict[int, R.Heard]:
-        pairs: dict[int, dict[str, tuple[R.Footprint, R.Footprint]]] = defaultdict(dict)
+    def _tagged(self, i: int, waits: tuple[Edge, ...], uses: dict[str, _Use]) -> dict[int, R.Heard]:
+        pairs: dict[int, dict[str, R.Polled]] = defaultdict(dict)
         for e in waits:
             if e.mechanism in BY_VALUE and e.kind == "raw" and e.buffer in uses:
                 w = next((w for w in self.writers[e.buffer] if w.stage == e.src), None)
                 if w is not None:
-                    pairs[e.src][e.buffer] = (w.foot, uses[e.buffer].foot)
-        return {src: R.heard(tuple(p.values()), self._besides(src, frozenset(p))) for src, p in pairs.items()}
+                    reader = uses[e.buffer].foot
+                    staged = self.plan.stages[i].body in STAGED and all(
+                        a.step == 0 and a.rows == "all" for a in reader.accesses
+                    )
+                    pairs[e.src][e.buffer] = R.Polled(w.foot, reader, staged)
+        single = len(self._besides(i, frozenset())) == 1
+        return {src: R.heard(tuple(p.values()), self._besides(src, frozenset(p)), single) for src, p in pairs.items()}
 
     def _besides(self, src: int, heard: frozenset[str]) -> tuple[R.Footprint, ...]:
         """What a stage writes beside the polled buffers; state that it updates in place follows the same reads."""
         stage = self.plan.stages[src]
-        own_state = {a.buffer for a in stage.reads if a.buffer in self.plan.buffer
-                     and self.plan.buffer[a.buffer].klass == "state"}
-        return tuple(R.footprint(stage, acc, self.plan.buffer[b].width) for b, acc in _by_buffer(stage.writes).items()
-                     if b in self.plan.buffer and b not in heard and b not in own_state)
+        own_state = {
+            a.buffer
+            for a in stage.reads
+            if a.buffer in self.plan.buffer and self.plan.buffer[a.buffer].klass == "state"
+        }
+        return tuple(
+            R.footprint(stage, acc, self.plan.buffer[b].width)
+            for b, acc in _by_buffer(stage.writes).items()
+            if b in self.plan.buffer and b not in heard and b not in own_state
+        )
 
     def _read(self, name: str, use: _Use, waits: tuple[Edge, ...]) -> None:
         buffer = self.plan.buffer[name]
@@ -261,7 +182,8 @@ class _Walk:
             gap = R.missing(_distinct(w.flat for w in writers), use.flat)
             if gap:
                 self.out.unwritten.append(
-                    f"{self.plan.stages[use.stage].name} reads {gap} columns of {name} that no earlier stage wrote")
+                    f"{self.plan.stages[use.stage].name} reads {gap} columns of {name} that no earlier stage wrote"
+                )
         for e in waits:
             if e.buffer == name and e.kind == "raw" and e.src not in {w.stage for w in writers}:
                 self._stale(e)
@@ -280,8 +202,11 @@ class _Walk:
                 continue
             bad = self._unordered(w, use, self.clocks.visible[self.clocks.sms[use.stage]])
             if bad:
-                why = ("a tagged edge carries no release: state needs counter or grid_barrier" if by_value else
-                       f"no edge makes it visible{self._hint(mech)}")
+                why = (
+                    "a tagged edge carries no release: state needs counter or grid_barrier"
+                    if by_value
+                    else f"no edge makes it visible{self._hint(mech)}"
+                )
                 self._report("raw", name, w.stage, use.stage, bad, why)
             else:
                 w.observed += [use.flat] * use.polls
@@ -289,8 +214,18 @@ class _Walk:
     def _write(self, name: str, use: _Use) -> None:
         i, buffer = use.stage, self.plan.buffer[name]
         if buffer.klass in READ_ONLY:
-            self.out.violations.append(Violation("waw", name, i, 0, i, 0, f"{self.plan.stages[i].name} writes {name}, "
-                                                 f"which is of class {buffer.klass}: never written in a launch"))
+            self.out.violations.append(
+                Violation(
+                    "waw",
+                    name,
+                    i,
+                    0,
+                    i,
+                    0,
+                    f"{self.plan.stages[i].name} writes {name}, "
+                    f"which is of class {buffer.klass}: never written in a launch",
+                )
+            )
         kept_r, kept_w = [], []
         full = use.flat.exact and buffer.klass != "state"
         for r in self.readers[name]:
@@ -305,7 +240,9 @@ class _Walk:
             if not self._overwritten_after_reads(w, use):
                 bad = self._unordered(w, use, self.clocks.visible[self.clocks.sms[i]])
                 if bad:
-                    self._report("waw", name, w.stage, i, bad, "neither release/acquire nor reads of every word lie between")
+                    self._report(
+                        "waw", name, w.stage, i, bad, "neither release/acquire nor reads of every word lie between"
+                    )
             if not (full and self._replaced(w, use, name)):
                 kept_w.append(w)
         self.readers[name], self.writers[name] = kept_r, [*kept_w, use]
@@ -331,11 +268,21 @@ class _Walk:
         return np.array_equal(self.clocks.sms[a], self.clocks.sms[b])
 
     def _stale(self, e: Edge) -> None:
-        """The words an edge hands over are no longer there: two values share the buffer, or the source never wrote it."""
+        """The words an edge hands over are not there: two values share the buffer, or the source never wrote it."""
         src, dst = self.plan.stages[e.src], self.plan.stages[e.dst]
         now = ", ".join(self.plan.stages[w.stage].name for w in self.writers[e.buffer]) or "nobody"
-        self.out.violations.append(Violation("raw", e.buffer, e.src, 0, e.dst, 0, f"{e.buffer}: {dst.name} waits for the "
-                                   f"words of {src.name}, but when it reads, the buffer holds those of {now}"))
+        self.out.violations.append(
+            Violation(
+                "raw",
+                e.buffer,
+                e.src,
+                0,
+                e.dst,
+                0,
+                f"{e.buffer}: {dst.name} waits for the "
+                f"words of {src.name}, but when it reads, the buffer holds those of {now}",
+            )
+        )
 
     def _hint(self, mech: set[str]) -> str:
         return f" ({', '.join(sorted(mech))} does not reach this pair)" if mech else ""
@@ -344,15 +291,23 @@ class _Walk:
         a, b = self.plan.stages[first], self.plan.stages[then]
         verb = {"raw": ("write", "read"), "war": ("read", "write"), "waw": ("write", "write")}[kind]
         sms = self.plan.sms
-        self.out.violations.append(Violation(
-            kind, buffer, first, tasks[0], then, tasks[1],
-            f"{buffer}: {verb[0]} by {a.name} task {tasks[0]} (SM {a.sm_of(tasks[0], sms)}) is not ordered before the "
-            f"{verb[1]} by {b.name} task {tasks[1]} (SM {b.sm_of(tasks[1], sms)}); missing edge {a.name} -> {b.name} "
-            f"({kind} on {buffer}): {why}"))
+        self.out.violations.append(
+            Violation(
+                kind,
+                buffer,
+                first,
+                tasks[0],
+                then,
+                tasks[1],
+                f"{buffer}: {verb[0]} by {a.name} task {tasks[0]} (SM {a.sm_of(tasks[0], sms)}) is not ordered before "
+                f"the {verb[1]} by {b.name} task {tasks[1]} (SM {b.sm_of(tasks[1], sms)}); "
+                f"missing edge {a.name} -> {b.name} ({kind} on {buffer}): {why}",
+            )
+        )
 
 
 def _index_reads_due(plan: Plan, sms: list[np.ndarray]) -> dict[tuple[int, str], np.ndarray]:
-    """Stage by whose end the producer warp has surely read the index of a routed stage, per (stage, buffer): [tasks]."""
+    """Stage by whose end the producer warp has read the index of a routed stage, per (stage, buffer): [tasks]."""
     never = np.iinfo(np.int32).max
     following = np.full(plan.sms, never, np.int64)
     out: dict[tuple[int, str], np.ndarray] = {}
@@ -364,7 +319,7 @@ def _index_reads_due(plan: Plan, sms: list[np.ndarray]) -> dict[tuple[int, str],
         if static and stage.assign != "cyclic" and stage.row_units <= 1:
             units = np.zeros(stage.units, bool)
             for s in static:
-                units[s.first:s.first + s.count if s.count else stage.units] = True
+                units[s.first : s.first + s.count if s.count else stage.units] = True
             pulls = np.unique(R.task_of_unit(R.shape_of(stage))[units])
             following[sms[i][pulls]] = i
     return out
@@ -396,18 +351,23 @@ def check_within(plan: Plan) -> list[str]:
             if b.klass == "state" and any(a.rows == "unit" for a in made) and stage.row_units > 1:
                 keys = [a.buffer for a in stage.reads if a.buffer in ("slot_mapping", "state_slot")]
                 if not any(k in injective for k in keys):
-                    out.append(f"{stage.name} writes rows of {name} by {keys or 'no index'}: no index set states that "
-                               "different token rows have different slots (injective)")
+                    out.append(
+                        f"{stage.name} writes rows of {name} by {keys or 'no index'}: no index set states that "
+                        "different token rows have different slots (injective)"
+                    )
             for foot_r, foot_w, verb in _pairs_within(stage, reads.get(name, ()), made, b.width):
                 hit = R.clash(foot_w, foot_r)
                 if hit and not (any(a.by in partition for a in made if a.by) and verb == "write"):
-                    out.append(f"{name}: {stage.name} task {hit[0]} writes words that task {hit[1]} of the same stage "
-                               f"may {verb}")
+                    out.append(
+                        f"{name}: {stage.name} task {hit[0]} writes words that task {hit[1]} of the same stage "
+                        f"may {verb}"
+                    )
     return out
 
 
-def _pairs_within(stage: Stage, read: tuple[Access, ...], made: tuple[Access, ...],
-                  width: int) -> list[tuple[R.Footprint, R.Footprint, str]]:
+def _pairs_within(
+    stage: Stage, read: tuple[Access, ...], made: tuple[Access, ...], width: int
+) -> list[tuple[R.Footprint, R.Footprint, str]]:
     w = R.footprint(stage, made, width)
     out = [(w, w, "write")]
     if read:

@@ -38,7 +38,7 @@ class Footprint(NamedTuple):
 
     @property
     def exists(self) -> bool:
-        """Whether every unit certainly runs: "cyclic" marks stages whose non-empty units are known only after routing."""
+        """Whether every unit certainly runs: "cyclic" marks stages whose units are known only after routing."""
         return self.shape.assign != "cyclic"
 
     @property
@@ -106,7 +106,9 @@ def _grid(a: Footprint, b: Footprint) -> tuple[Ints, int]:
 def _distinct(fp: Footprint) -> tuple[Ints, Ints]:
     """Distinct regions of the units, [distinct, accesses, 3], and which one each unit has, [units]."""
     reg = regions(fp).reshape(fp.shape.units, -1)
-    weights = np.random.default_rng(0).integers(1, 1 << 62, reg.shape[1])  # one 64-bit key a unit: sorting keys is cheap
+    weights = np.random.default_rng(0).integers(
+        1, 1 << 62, reg.shape[1]
+    )  # one 64-bit key a unit: sorting keys is cheap
     _, first, which = np.unique(reg @ weights, return_index=True, return_inverse=True)
     if not (reg[first][which.ravel()] == reg).all():  # two regions met in one key
         _, first, which = np.unique(reg, axis=0, return_index=True, return_inverse=True)
@@ -190,58 +192,88 @@ class Told(NamedTuple):
         return bool(self.patterns.all())
 
 
+class Polled(NamedTuple):
+    """One tagged buffer between two stages.
+
+    `staged`: the reader puts the whole buffer into shared memory and meets at a CTA barrier before its first store;
+    otherwise a store follows only the polls of its own thread.
+    """
+
+    writer: Footprint
+    reader: Footprint
+    staged: bool
+
+
 class Heard(NamedTuple):
     """What tagged words tell the tasks of a reader about the tasks of their writer.
 
     A unit is heard in full when all words that it writes are polled: then its own polls are over, whichever of its
-    threads made them. `every`: each unit of the reader polls a word of the writer's task, so any store of the reader's
-    task comes after that word's store. `every_whole`: each unit hears all units of the writer's task in full. `whole`:
-    the units of the reader's task together do. `units`: heard in full by all units of the reader stage together.
+    threads made them. `every`: any store of the reader's task comes after the store of some word of the writer's task.
+    `every_whole`: after those of all words of the writer's task. `each`: any store of the reader's task comes after the
+    store of a word of *one* of these writer's tasks (one relation per buffer that is not staged). `whole`: the units of
+    the reader's task together hear the writer's task in full. `units`: those of the whole reader stage together do.
     """
 
     every: Told
     every_whole: Told
+    each: tuple[Told, ...]
     whole: Told
     units: Bool  # [units writer]
 
 
 @lru_cache(maxsize=4096)
-def heard(pairs: tuple[tuple[Footprint, Footprint], ...], unheard: tuple[Footprint, ...] = ()) -> Heard:
-    """Knowledge carried by the tagged buffers between two stages; `pairs` = (writer, reader) footprint per buffer.
+def heard(pairs: tuple[Polled, ...], unheard: tuple[Footprint, ...] = (), single: bool = True) -> Heard:
+    """Knowledge carried by the tagged buffers between two stages.
 
-    `unheard`: what the writer stage writes besides; its units that do so are not heard in full. Only units that
+    `unheard`: what the writer stage writes besides; its units that do so are not heard in full. `single`: the reader's
+    units write one buffer, so that each store depends on a word of each buffer that the unit polls. Only units that
     certainly exist count: with fewer run-time rows than the class the units of the last rows are empty, and a reader of
     row r knows that rows 0 .. r exist. Routed writers ("cyclic") may have no units at all.
     """
-    ws, rs = pairs[0][0].shape, pairs[0][1].shape
-    if not all(w.exact for w, _ in pairs):
+    ws, rs = pairs[0].writer.shape, pairs[0].reader.shape
+    if not all(p.writer.exact for p in pairs):
         none = Told.of(np.zeros((rs.tasks, ws.tasks), bool))
-        return Heard(none, none, none, np.zeros(ws.units, bool))
+        return Heard(none, none, (), none, np.zeros(ws.units, bool))
     exists = np.maximum(row_of_unit(ws), 0)[None, :] <= np.maximum(row_of_unit(rs), 0)[:, None]
-    polled = np.zeros((rs.units, ws.units), bool)  # reader unit polls a word of the writer unit
+    staged = np.zeros((rs.units, ws.units), bool)  # reader unit polls a word of the writer unit before its first store
+    polled = staged.copy()
     lost = np.zeros(ws.units, bool)  # the writer unit writes something that is not polled here
     for f in unheard:
         reg = regions(f)
         lost |= (reg[..., 2] > reg[..., 1]).any(axis=1)
     by_unit, by_task = np.tile(~lost, (rs.units, 1)), np.tile(~lost, (rs.tasks, 1))
     by_stage = ~lost
-    for w, r in pairs:
-        edges, rows = _grid(w, r)
-        (cw, iw), (cr, ir) = _bitmap(w, edges, rows), _bitmap(r, edges, rows)
-        polled |= (cr @ cw.T > 0)[ir][:, iw]
-        by_unit &= ((1 - cr) @ cw.T == 0)[ir][:, iw]
-        by_task &= ((1 - _per_task(r, cr, ir)) @ cw.T == 0)[:, iw]
-        by_stage &= ((1 - cr.max(axis=0)) @ cw.T == 0)[iw]
+    each: list[Told] = []
     tr = task_of_unit(rs)
-    some_unit = _by_task(polled & exists, ws)
+    for p in pairs:
+        edges, rows = _grid(p.writer, p.reader)
+        (cw, iw), (cr, ir) = _bitmap(p.writer, edges, rows), _bitmap(p.reader, edges, rows)
+        meet = (cr @ cw.T > 0)[ir][:, iw]
+        polled |= meet
+        if p.staged:
+            staged |= meet
+        elif single and meet.any(axis=1).all():
+            some = np.zeros((rs.tasks, ws.tasks), bool)
+            np.logical_or.at(some, tr, _by_task(meet, ws))
+            each.append(Told.of(some))
+        by_unit &= ((1 - cr) @ cw.T == 0)[ir][:, iw]
+        by_task &= ((1 - _per_task(p.reader, cr, ir)) @ cw.T == 0)[:, iw]
+        by_stage &= ((1 - cr.max(axis=0)) @ cw.T == 0)[iw]
     every, some = np.ones((rs.tasks, ws.tasks), bool), np.zeros((rs.tasks, ws.tasks), bool)
-    every_whole = every.copy()
-    np.logical_and.at(every, tr, some_unit)
-    np.logical_or.at(some, tr, some_unit)
-    np.logical_and.at(every_whole, tr, ~_by_task(~by_unit, ws))
+    whole = every.copy()
+    np.logical_and.at(every, tr, _by_task(staged & exists, ws))
+    np.logical_or.at(some, tr, _by_task(polled & exists, ws))
+    np.logical_and.at(whole, tr, ~_by_task(~by_unit, ws))
     every &= some  # a reader task without units hears nothing
-    return Heard(Told.of(every), Told.of(every_whole & every), Told.of(~_by_task(~by_task, ws) & some),
-                 by_stage & polled.any(axis=0))
+    if not all(p.staged for p in pairs):
+        whole[:] = False
+    return Heard(
+        Told.of(every),
+        Told.of(whole & every),
+        tuple(each),
+        Told.of(~_by_task(~by_task, ws) & some),
+        by_stage & polled.any(axis=0),
+    )
 
 
 def _by_task(of_units: Bool, shape: Shape) -> Bool:

@@ -37,8 +37,16 @@ def explore(slots: int, warps: int, laps: int, protocol: str = "every_warp") -> 
     """All interleavings of `slots * laps` tiles. Cost: some thousand states for 3 slots, 2 warps, 3 laps."""
     tiles = slots * laps
     need, stride = (warps, 1) if protocol == "every_warp" else (1, warps)
-    start = _State(0, (), (-1,) * slots, (0,) * slots, (0,) * slots, (0,) * slots,
-                   tuple(range(warps)) if protocol == "owner" else (0,) * warps, (False,) * warps)
+    start = _State(
+        0,
+        (),
+        (-1,) * slots,
+        (0,) * slots,
+        (0,) * slots,
+        (0,) * slots,
+        tuple(range(warps)) if protocol == "owner" else (0,) * warps,
+        (False,) * warps,
+    )
     seen, todo = {start}, [start]
     while todo:
         s = todo.pop()
@@ -70,8 +78,13 @@ def _moves(s: _State, slots: int, tiles: int, need: int, stride: int) -> list[_S
             out.append(s._replace(queued=s.queued + 1, flying=(*s.flying, s.queued)))
     for i, tile in enumerate(s.flying):
         k = tile % slots
-        out.append(s._replace(flying=s.flying[:i] + s.flying[i + 1:], holds=_set(s.holds, k, tile),
-                              full=_set(s.full, k, s.full[k] + 1)))
+        out.append(
+            s._replace(
+                flying=s.flying[:i] + s.flying[i + 1 :],
+                holds=_set(s.holds, k, tile),
+                full=_set(s.full, k, s.full[k] + 1),
+            )
+        )
     for w, tile in enumerate(s.at):
         if tile >= tiles:
             continue
@@ -79,16 +92,23 @@ def _moves(s: _State, slots: int, tiles: int, need: int, stride: int) -> list[_S
         if s.reading[w]:
             released = s.released[k] + 1
             done = released == need
-            out.append(s._replace(at=_set(s.at, w, min(tile + stride, tiles)), reading=_set(s.reading, w, False),
-                                  released=_set(s.released, k, 0 if done else released),
-                                  empty=_set(s.empty, k, s.empty[k] + 1) if done else s.empty))
+            out.append(
+                s._replace(
+                    at=_set(s.at, w, min(tile + stride, tiles)),
+                    reading=_set(s.reading, w, False),
+                    released=_set(s.released, k, 0 if done else released),
+                    empty=_set(s.empty, k, s.empty[k] + 1) if done else s.empty,
+                )
+            )
         elif _passes(s.full[k], (tile // slots) & 1):
             if s.holds[k] != tile:
-                out.append(f"warp {w} waits for tile {tile} (slot {k}, lap {tile // slots}) and reads tile {s.holds[k]}: "
-                           "the parity it asks for is that of an older lap")
+                out.append(
+                    f"warp {w} waits for tile {tile} (slot {k}, lap {tile // slots}) and reads tile {s.holds[k]}: "
+                    "the parity it asks for is that of an older lap"
+                )
             out.append(s._replace(reading=_set(s.reading, w, True)))
     return out
 
 
 def _set(t: tuple, i: int, value: int | bool) -> tuple:
-    return (*t[:i], value, *t[i + 1:])
+    return (*t[:i], value, *t[i + 1 :])

@@ -47,8 +47,12 @@ def edges(plan: Plan) -> list[str]:
             out.append(f"{where}: a tag orders a word's own write before its read and nothing else, so no {e.kind}")
         if e.mechanism == "peer_mailbox" and b.klass != "mailbox":
             out.append(f"{where}: peer_mailbox on a buffer of class {b.klass}")
-        if (e.kind == "raw" and b.klass == "mailbox" and e.mechanism != "peer_mailbox"
-                and dict(plan.parallel).get("peers") == "real"):
+        if (
+            e.kind == "raw"
+            and b.klass == "mailbox"
+            and e.mechanism != "peer_mailbox"
+            and dict(plan.parallel).get("peers") == "real"
+        ):
             out.append(f"{where}: real peers write this mailbox, and no {e.mechanism} of this GPU waits for them")
     return out
 
@@ -58,8 +62,10 @@ def arrivals(plan: Plan) -> list[str]:
     out: list[str] = []
     for s in plan.stages:
         if not 1 <= s.tasks <= plan.sms:
-            out.append(f"{s.name}: {s.tasks} tasks, expected 1 .. {plan.sms} (one per SM): an edge from it would count "
-                       f"{s.tasks} arrivals")
+            out.append(
+                f"{s.name}: {s.tasks} tasks, expected 1 .. {plan.sms} (one per SM): an edge from it would count "
+                f"{s.tasks} arrivals"
+            )
             continue
         if s.assign not in ("block", "cyclic"):
             out.append(f"{s.name}: assign {s.assign!r}, expected block or cyclic")
@@ -89,7 +95,9 @@ def tags(plan: Plan) -> list[str]:
     out += [f"stage name {n!r} occurs {c} times" for n, c in names.items() if c > 1]
     names = Counter(b.name for b in plan.buffers)
     out += [f"buffer name {n!r} occurs {c} times" for n, c in names.items() if c > 1]
-    out += [f"{b.name}: class {b.klass!r} is none of {', '.join(CLASSES)}" for b in plan.buffers if b.klass not in CLASSES]
+    out += [
+        f"{b.name}: class {b.klass!r} is none of {', '.join(CLASSES)}" for b in plan.buffers if b.klass not in CLASSES
+    ]
     for b in plan.buffers:
         if b.layout == "tagged" and b.width * {"bf16": 2, "f32": 4, "i32": 4, "i64": 8}[b.dtype] % 8:
             out.append(f"{b.name}: a row of {b.width} {b.dtype} is no multiple of the 8 payload bytes of a tagged word")
@@ -100,8 +108,10 @@ def tags(plan: Plan) -> list[str]:
             if tagged is not None and tagged.layout == "tagged":
                 n = step[tagged.dtype]
                 if a.base % n or a.step % n or (a.span % n and a.base + a.span < tagged.width and a.step):
-                    out.append(f"{s.name} writes {a.buffer} in pieces (base {a.base}, step {a.step}, span {a.span}) that "
-                               f"split a tagged word of {n} elements")
+                    out.append(
+                        f"{s.name} writes {a.buffer} in pieces (base {a.base}, step {a.step}, span {a.span}) that "
+                        f"split a tagged word of {n} elements"
+                    )
     return out
 
 
@@ -133,11 +143,15 @@ def placement(plan: Plan) -> list[str]:
     have = _hw(plan, "sms")
     if have is None:
         return ["hardware.sms is missing from the Plan"]
-    return [f"{plan.sms} CTAs wait for each other on a GPU of {have} SMs: some would never start"] if plan.sms > have else []
+    return (
+        [f"{plan.sms} CTAs wait for each other on a GPU of {have} SMs: some would never start"]
+        if plan.sms > have
+        else []
+    )
 
 
 def ring(plan: Plan) -> list[str]:
-    """Tiles fit a slot, at least two slots, routed tiles behind the static ones of their stage and behind their edge."""
+    """Tiles fit a slot, at least two slots, routed tiles behind the static ones of their stage and their edge."""
     out: list[str] = []
     if plan.ring_slots < 2 and any(s.streams for s in plan.stages):
         out.append(f"ring of {plan.ring_slots} slots: the producer cannot fill one while another is read (at least 2)")
@@ -157,14 +171,24 @@ def ring(plan: Plan) -> list[str]:
             if t.tiles < 1 or t.tile_bytes < 1:
                 out.append(f"{s.name}: stream of {t.weight} has {t.tiles} tiles of {t.tile_bytes} bytes")
             if routed and not t.index:
-                out.append(f"{s.name}: static tiles of {t.weight} are queued behind routed ones and would wait for the route")
+                out.append(
+                    f"{s.name}: static tiles of {t.weight} are queued behind routed ones and would wait for the route"
+                )
             routed = routed or bool(t.index)
             if t.index:
-                acquire = [e for e in into.get(i, []) if e.buffer == t.index and e.kind == "raw" and e.src < i
-                           and e.mechanism in ("counter", "grid_barrier")]
+                acquire = [
+                    e
+                    for e in into.get(i, [])
+                    if e.buffer == t.index
+                    and e.kind == "raw"
+                    and e.src < i
+                    and e.mechanism in ("counter", "grid_barrier")
+                ]
                 if not acquire:
-                    out.append(f"{s.name}: tiles of {t.weight} are chosen by {t.index}, but the stage has no counter or "
-                               f"grid_barrier edge from the stage that writes it: the producer warp would read it early")
+                    out.append(
+                        f"{s.name}: tiles of {t.weight} are chosen by {t.index}, but the stage has no counter or "
+                        f"grid_barrier edge from the stage that writes it: the producer warp would read it early"
+                    )
     return out
 
 
@@ -172,13 +196,17 @@ def shared_memory(plan: Plan) -> tuple[list[str], int, int | None]:
     """(findings, bytes needed, bytes there): ring + largest body + fixed part."""
     worst = max(plan.stages, key=lambda s: s.smem)
     need = plan.ring_slots * plan.ring_slot_bytes + worst.smem + FIXED_SMEM
-    have = _hw(plan, "smem")
-    if have is None:
-        return ["hardware.smem is missing from the Plan"], need, None
+    kib = _hw(plan, "smem_kib")
+    if kib is None:
+        return ["hardware.smem_kib is missing from the Plan"], need, None
+    have = kib * 1024
     if need <= have:
         return [], need, have
-    return [f"ring {plan.ring_slots} x {plan.ring_slot_bytes} + {worst.name} {worst.smem} + fixed {FIXED_SMEM} = {need} bytes, "
-            f"the GPU gives a CTA {have}"], need, have
+    line = (
+        f"ring {plan.ring_slots} x {plan.ring_slot_bytes} + {worst.name} {worst.smem} + fixed {FIXED_SMEM} = {need}, "
+        f"the GPU gives a CTA {have}"
+    )
+    return [line], need, have
 
 
 def registers(plan: Plan) -> tuple[list[str], int, int | None]:
@@ -197,7 +225,9 @@ def registers(plan: Plan) -> tuple[list[str], int, int | None]:
     if have is None:
         return [*out, "hardware.registers is missing from the Plan"], need, None
     if need > have:
-        out.append(f"{worst.name} (body {worst.body}): {worst.regs} registers x {plan.threads} threads = {need}, the SM has {have}")
+        out.append(
+            f"{worst.name} (body {worst.body}): {worst.regs} registers x {plan.threads} threads, the SM has {have}"
+        )
     return out, need, have
 
 
@@ -220,7 +250,11 @@ def index_sets(plan: Plan) -> list[str]:
     for i, s in enumerate(plan.stages):
         used = {t.index for t in s.streams if t.index} | {a.by for a in (*s.reads, *s.writes) if a.by}
         for name in sorted(used):
-            before = [x for x in known.get(name, []) if x.producer.startswith("contract:") or plan.index.get(x.producer, i) < i]
+            before = [
+                x
+                for x in known.get(name, [])
+                if x.producer.startswith("contract:") or plan.index.get(x.producer, i) < i
+            ]
             if not before:
                 made = ", ".join(x.producer for x in known.get(name, [])) or "no declared index set"
                 out.append(f"{s.name} depends on the elements of {name}, which no earlier stage makes ({made})")
@@ -230,7 +264,9 @@ def index_sets(plan: Plan) -> list[str]:
                 out.append(f"{s.name}: {s.units} units are not a multiple of the {bound} slots of {name}")
             for t in s.streams:
                 if t.index == name and t.repeat > 1 and t.repeat != bound:
-                    out.append(f"{s.name}: pulls {t.weight} for at most {t.repeat} elements of {name}, whose bound is {bound}")
+                    out.append(
+                        f"{s.name}: pulls {t.weight} for at most {t.repeat} elements of {name}, whose bound is {bound}"
+                    )
     return out
 
 

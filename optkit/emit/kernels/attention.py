@@ -11,9 +11,31 @@ from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
 
 from optkit.emit import layout as L
 from optkit.emit.kernels import memory as M
-from optkit.emit.kernels.arith import bf16_hi, bf16_lo, exp, ldmatrix_x2_trans, low32, mma, pack_bf16, rsqrt, warp_max, warp_sum
+from optkit.emit.kernels.arith import (
+    bf16_hi,
+    bf16_lo,
+    exp,
+    ldmatrix_x2_trans,
+    low32,
+    mma,
+    pack_bf16,
+    rsqrt,
+    warp_max,
+    warp_sum,
+)
 from optkit.emit.kernels.core import (
-    block_sum, csync, f32, i32, i64, load1, load4, load8_words, operand, rt_i64, store4, units_of,
+    block_sum,
+    csync,
+    f32,
+    i32,
+    i64,
+    load1,
+    load4,
+    load8_words,
+    operand,
+    rt_i64,
+    store4,
+    units_of,
 )
 
 A = cute.arch

@@ -1,0 +1,1 @@
+"""Kernels and helpers that the audit is tried on."""
