@@ -110,7 +110,7 @@ def plan_choices(resolved: Resolved) -> PlanChoices:
     )
 
 
-def load_weights(resolved: Resolved, source: ModelSource, graph: Graph) -> dict[str, Any]:
+def load_weights(resolved: Resolved, graph: Graph) -> dict[str, Any]:
     """The rank's weights: from `model.checkpoint`, or random ones seeded by `model.seed`.
 
     Raises UserError naming everything wrong with the checkpoint.

@@ -102,7 +102,10 @@ def test_every_library_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [r for group in project["optional-dependencies"].values() for r in group]
     declared = {canonicalize_name(Requirement(r).name) for r in [*project["dependencies"], *extras]}
-    distributions = {**metadata.packages_distributions(), "cutlass": ["nvidia-cutlass-dsl"]}  # found through a .pth file
+    distributions = {
+        **metadata.packages_distributions(),
+        "cutlass": ["nvidia-cutlass-dsl"],
+    }  # found through a .pth file
     for path in PATHS:
         for module, line in imports(path):
             top = module.split(".")[0]
@@ -179,7 +182,11 @@ def decisions(path: Path) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree(path)):
         if isinstance(node, (ast.Compare, ast.MatchValue)):
             yield from ((s, node.lineno) for s in literals(node))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("startswith", "endswith"):
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("startswith", "endswith")
+        ):
             yield from ((s, node.lineno) for s in literals(node))
 
 
