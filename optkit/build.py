@@ -16,7 +16,7 @@ from optkit.compose import Resolved
 from optkit.errors import Problem, UserError
 from optkit.models import families
 from optkit.models.graph import Graph
-from optkit.plan.choices import PlanChoices
+from optkit.plan.choices import GROUPS, PlanChoices
 from optkit.recipe import MAX_ROWS, Limits, problems
 
 
@@ -41,7 +41,7 @@ def model_source(resolved: Resolved) -> ModelSource:
     """
     recipe, where = resolved.recipe, resolved.source
     name = recipe.model.config
-    config_json = _config_json(name, where("model.config"))
+    config_json = read_config(name, where("model.config"))
     try:
         module = families.family_of(config_json)
         if module.FAMILY != recipe.model.family:
@@ -105,46 +105,12 @@ def build_graph(resolved: Resolved, source: ModelSource, stage: int | None = Non
 
 def plan_choices(resolved: Resolved) -> PlanChoices:
     """The planner's view of the recipe. Memory is counted for the largest batch at full context."""
-    r = resolved.recipe
-    hw = r.hardware
     return PlanChoices.from_dicts(
-        name=resolved.name,
-        recipe_digest=resolved.digest,
-        hardware={
-            "name": hw.name,
-            "sms": hw.sms,
-            "smem": hw.smem_kib * 1024,
-            "registers": hw.registers,
-            "memory": round(hw.memory_gb * 1e9),
-            "read_gbs": hw.read_gbs,
-            "tflops": hw.tflops,
-            "hop_us": hw.hop_us,
-            "tagged_hop_us": hw.tagged_hop_us,
-            "exchange_us": hw.exchange_us,
-        },
-        parallel={
-            "tp": r.parallel.tp,
-            "pp": r.parallel.pp,
-            "rank": r.parallel.rank,
-            "peers": r.parallel.peers.value,
-        },
-        decode={"batch": max(r.decode.batch), "context": r.decode.context, "rows": MAX_ROWS},
-        fusion=resolved.tree["fusion"],
-        overlap={k: v for k, v in resolved.tree["overlap"].items() if k != "ring_slots"},
-        sync={
-            "mechanism": r.sync.mechanism.value,
-            "overrides": {glob: m.value for glob, m in r.sync.overrides.items()},
-        },
-        cache={"block_size": r.cache.block_size},
-        tune={
-            "sms": r.tune.sms or 0,
-            "kv_splits": r.tune.kv_splits or 0,
-            "ring_slots": r.overlap.ring_slots or 0,
-        },
+        name=resolved.name, recipe_digest=resolved.digest, **{group: resolved.tree[group] for group in GROUPS}
     )
 
 
-def load_weights(resolved: Resolved, source: ModelSource, graph: Graph) -> dict[str, Any]:
+def load_weights(resolved: Resolved, graph: Graph) -> dict[str, Any]:
     """The rank's weights: from `model.checkpoint`, or random ones seeded by `model.seed`.
 
     Raises UserError naming everything wrong with the checkpoint.
@@ -171,8 +137,8 @@ def model_json(resolved: Resolved, source: ModelSource, graph: Graph) -> dict[st
             "seed": resolved.recipe.model.seed}
 
 
-def _config_json(name: str, where: str) -> dict[str, Any]:
-    """A packaged configuration by name, or a file by path."""
+def read_config(name: str, where: str) -> dict[str, Any]:
+    """A packaged configuration by name, or a file by path. `where` says who asked, for the error."""
     path = Path(name).expanduser()
     if not (name.endswith(".json") or "/" in name):
         try:

@@ -12,6 +12,7 @@ import typing
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import yaml
@@ -36,6 +37,7 @@ def _hint(dotted: str) -> Any:
     return typing.get_type_hints(section)[name]
 
 
+@cache
 def type_text(dotted: str) -> str:
     """The type of a key in words: "int", "list of int", "one of counter, tagged, grid_barrier", "text or null"."""
     if dotted.count(".") > 1:  # one entry of a mapping key

@@ -14,31 +14,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from optkit.checks import Check
 from optkit.compose import Resolved
 from optkit.errors import UserError
 from optkit.recipe import Recipe
 from optkit.rundir import RunDir
 
-Status = Literal["pass", "fail", "not_run"]
 log = logging.getLogger("optkit")
-
-
-@dataclass(frozen=True)
-class Check:
-    """One piece of evidence: what was measured against which threshold, and the command that repeats it.
-
-    `not_run` is only for what needs hardware this machine lacks; `reason` then says which.
-    """
-
-    name: str
-    status: Status
-    value: Any = None
-    threshold: Any = None
-    reason: str = ""
-    repeat: str = ""
-    step: str = ""
 
 
 class Listener(Protocol):
@@ -177,7 +161,7 @@ class Pipeline:
                 raise
             except Exception as err:
                 if step.refuses and isinstance(err, ValueError) and str(err):
-                    log.error("%s", traceback.format_exc())
+                    log.info("%s", traceback.format_exc())
                     raise UserError(str(err).splitlines()) from err
                 broken = True  # a defect of ours: it must end up in the evidence, not hide it
                 self._broke(context, err)

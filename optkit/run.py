@@ -7,6 +7,7 @@ failure, error.txt, besides what the steps write. A refused recipe leaves no fol
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +54,7 @@ def run_recipe(
         "target": resolved.target,
         "overrides": list(resolved.overrides),
         "digest": resolved.digest,
+        "pid": os.getpid(),
         "optkit": optkit.__version__,
         "status": "running",
         "started": datetime.now(UTC).isoformat(timespec="seconds"),

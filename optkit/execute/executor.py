@@ -6,7 +6,7 @@ the order: see bodies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -30,15 +30,26 @@ class Executor:
         weights: Weight name -> resident tensor, MXFP4 as (packed, scales).
         caches: State name -> paged tensor, or (K, V); bound, not copied.
         order: "stage" runs whole stages in one call each (fastest); an int seeds a random task order; "inverted",
-            "greedy" and "reverse" are adversarial orders (schedule.POLICIES).
-        checked: poisons memory at the start of each step and checks every access (see memory.Guard).
+            "greedy" and "starve:N" are adversarial orders (see schedule).
+        checked: poisons memory at the start of each step, and checks that every read sees the right writer's value.
+        accesses: with `checked` and a task order, also checks that tasks touch only what their Accesses declare.
 
     Raises:
         ValueError: a stage body, weight or state that is missing, all of them in one message.
     """
 
-    def __init__(self, plan: Plan, graph: Graph, weights: Mapping[str, WeightTensor], caches: dict[str, StateTensor], *,
-                 order: int | str = "stage", checked: bool = False, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        graph: Graph,
+        weights: Mapping[str, WeightTensor],
+        caches: dict[str, StateTensor],
+        *,
+        order: int | str = "stage",
+        checked: bool = False,
+        accesses: bool = True,
+        device: torch.device | str = "cpu",
+    ) -> None:
         missing = sorted({s.body for s in plan.stages} - BODIES.keys())
         problems = [f"body {b!r}: not one of {', '.join(BODIES)}" for b in missing]
         problems += [f"weight {w.name!r} is missing" for w in graph.weights if w.name not in weights]
@@ -47,7 +58,7 @@ class Executor:
             raise ValueError(f"plan {plan.name!r} cannot run: " + "; ".join(problems))
         self.plan, self.graph, self.caches = plan, graph, caches
         self.device = torch.device(device)
-        self.order, self.checked = order, checked
+        self.order, self.checked, self.accesses = order, checked, accesses
         content = contents(plan, graph)[-1].after
         self._outputs = {s.value: b for b, s in content.items() if s.kind == "value" and s.value in graph.outputs}
         self._ids = {s.name: graph.op(s.ops[0]).outputs[0] for s in plan.stages if s.body == "route"}
@@ -94,12 +105,13 @@ class Executor:
             for index in range(first, last):
                 self._run_units(index, range(self.plan.stages[index].units), injected, accesses=False)
             return
-        for task in Scheduler(self.plan, self.memory.rows, self.order, first, last):
-            units = self.plan.stages[task.stage].units_of(task.index)
-            if len(units):
-                self._run_units(task.stage, units, injected, accesses=True)
+        for group in Scheduler(self.plan, self.memory.rows, self.order, first, last):
+            index = group[0].stage
+            units = sorted(u for task in group for u in self.plan.stages[index].units_of(task.index))
+            if units:
+                self._run_units(index, units, injected, accesses=self.accesses)
 
-    def _run_units(self, index: int, units: range, injected: frozenset[str], *, accesses: bool) -> None:
+    def _run_units(self, index: int, units: Sequence[int], injected: frozenset[str], *, accesses: bool) -> None:
         mem, stage = self.memory, self.plan.stages[index]
         mem.stage = index
         mem.guard = Guard(self.plan, index, units, accesses=accesses, injected=injected) if self.checked else None
@@ -108,8 +120,10 @@ class Executor:
         except ExecutionError:
             raise
         except Exception as e:
-            raise ExecutionError(f"stage {index} {stage.name!r} (body {stage.body}, units {units}): "
-                                 f"{type(e).__name__}: {e}") from e
+            raise ExecutionError(
+                f"stage {index} {stage.name!r} (body {stage.body}, units {units[0]}..{units[-1]}): "
+                f"{type(e).__name__}: {e}"
+            ) from e
 
     def _poison_new_rows(self) -> None:
         """NaN where this step's KV rows will go: an attention task that overtakes the insert is seen."""

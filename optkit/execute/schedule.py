@@ -1,15 +1,16 @@
 """Task orders that the Plan's edges and the per-SM program order allow, chosen to hurt.
 
 An SM runs its tasks in stage order and blocks at the first one whose waits are not satisfied, exactly as the
-persistent kernel does. `counter` waits for every task of the source stage, `grid_barrier` for every task of all stages
-up to the source, `tagged` and `peer_mailbox` only for the tasks that write words the reader reads (of active rows);
-`same_sm` and `program` wait for nothing: program order alone must do, and the tag checks of `memory` see when it does
-not.
+persistent kernel does. `counter` waits for every task of the source stage; so does `grid_barrier` here, which really
+waits for more: a plan must be right without that. `tagged` and `peer_mailbox` wait only for the tasks that write words
+the reader reads (of active rows); `same_sm` and `program` for nothing: program order alone must do, and the tag checks
+of `memory` see when it does not.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,9 +19,16 @@ import numpy as np
 from optkit.execute.memory import ExecutionError, memo, touched
 from optkit.plan.types import Edge, Plan
 
-POLICIES = ("inverted", "greedy", "reverse")
+POLICIES = ("inverted", "greedy")
 """Adversarial policies: `inverted` runs the latest ready stage first, `greedy` lets one SM run as far as it can before
-any other moves, `reverse` serves the highest SM first."""
+any other moves, one task at a time. `starve:N` runs tasks of stage N only when nothing else can run."""
+STARVED = 0.3
+"""Share of stages that a random order with an odd seed runs only when nothing else can run: uniform choices alone rarely
+let one task fall far behind all others."""
+COMPLETE = ("counter", "grid_barrier")
+ALONE = 0.25
+"""Share of picks of a random order that run one task alone; the others take a random part of the ready tasks of the same
+stage along, back to back in one call (a tiny K3 step has 6936 tasks)."""
 
 
 class Deadlock(ExecutionError):
@@ -54,11 +62,13 @@ def programs(plan: Plan, first: int, last: int) -> tuple[tuple[Task, ...], ...]:
 def _spans(plan: Plan, stage: int, buffer: str, rows: int, *, writes: bool) -> np.ndarray:
     """All (task, row, lo, hi) that `stage` touches of `buffer`, rows < `rows`; row -1 = all rows."""
     st, width = plan.stages[stage], plan.buffer[buffer].width
-    out = [(t, -1 if row is None else row, lo, hi)
-           for t in range(st.tasks)
-           for row, spans in touched(st, st.writes if writes else st.reads, st.units_of(t), buffer, width).items()
-           if row is None or row < rows
-           for lo, hi in spans]
+    out = [
+        (t, -1 if row is None else row, lo, hi)
+        for t in range(st.tasks)
+        for row, spans in touched(st, st.writes if writes else st.reads, st.units_of(t), buffer, width).items()
+        if row is None or row < rows
+        for lo, hi in spans
+    ]
     return np.array(out, dtype=np.int64).reshape(-1, 4)
 
 
@@ -80,28 +90,38 @@ def _tagged_sources(plan: Plan, edge: Edge, rows: int) -> tuple[frozenset[int], 
 
 
 class Scheduler:
-    """Yields tasks of stages [first, last) one by one; the caller runs each before asking for the next.
+    """Yields groups of tasks of one stage among [first, last); the caller runs each group before asking for the next.
 
-    order: an int seeds a random order, a name of POLICIES picks an adversarial one.
+    Tasks of a group are all ready and independent of each other: running them together is one of the orders in which
+    they run back to back.
+
+    order: an int seeds a random order, a name of POLICIES or "starve:N" picks an adversarial one.
     """
 
     def __init__(self, plan: Plan, rows: int, order: int | str, first: int = 0, last: int | None = None) -> None:
-        if isinstance(order, str) and order not in POLICIES:
-            raise ValueError(f"order={order!r}: expected an int seed or one of {', '.join(POLICIES)}")
+        starve = isinstance(order, str) and re.fullmatch(r"starve:(\d+)", order)
+        if isinstance(order, str) and order not in POLICIES and not starve:
+            raise ValueError(f"order={order!r}: expected an int seed, starve:N or one of {', '.join(POLICIES)}")
         self.plan, self.rows, self.order = plan, rows, order
         self.first, self.last = first, len(plan.stages) if last is None else last
+        self.programs = programs(plan, self.first, self.last)
+        self.position = [0] * plan.sms  # of the task after each SM's head
         self.done: list[set[int]] = [set() for _ in plan.stages]
-        self.prefix = first  # stages before this one are complete
         self.random = random.Random(order if isinstance(order, int) else 0)
+        self.starved = frozenset(
+            {int(starve[1])}
+            if starve
+            else ()
+            if isinstance(order, str) or order % 2 == 0
+            else {s for s in range(len(plan.stages)) if self.random.random() < STARVED}
+        )
 
     def blocking(self, task: Task) -> Edge | None:
         """The first edge that `task` still waits on, None if it may run."""
         for edge in self.plan.waits[task.stage]:
             if edge.src < self.first or edge.mechanism in ("same_sm", "program"):
                 continue
-            if edge.mechanism == "grid_barrier":
-                ready = self.prefix > edge.src
-            elif edge.mechanism == "counter":
+            if edge.mechanism in COMPLETE:
                 ready = len(self.done[edge.src]) == self.plan.stages[edge.src].tasks
             else:
                 ready = tagged_sources(self.plan, edge, self.rows)[task.index] <= self.done[edge.src]
@@ -109,47 +129,64 @@ class Scheduler:
                 return edge
         return None
 
-    def _pick(self, ready: dict[int, Task], previous: int) -> Task:
-        if isinstance(self.order, int):
-            return ready[self.random.choice(list(ready))]
+    def _pick(self, ready: dict[int, Task], previous: int) -> list[Task]:
+        """The tasks to run next, all of one stage."""
+        if self.order == "greedy":
+            return [ready.get(previous) or ready[min(ready)]]
         if self.order == "inverted":
-            return max(ready.values(), key=lambda t: (t.stage, t.sm))
-        if self.order == "reverse":
-            return ready[max(ready)]
-        return ready.get(previous) or ready[min(ready)]
+            stage = max(t.stage for t in ready.values())
+            return [t for t in ready.values() if t.stage == stage]
+        fed = [t for t in ready.values() if t.stage not in self.starved]
+        if not fed:  # let go of the starved task whose SM has the most urgent work behind it, so that others starve on
+            return [min(ready.values(), key=lambda t: (self._behind(t), self.random.random()))]
+        chosen = self.random.choice(fed)
+        if self.random.random() < ALONE:
+            return [chosen]
+        share = self.random.random()
+        return [t for t in ready.values() if t is chosen or t.stage == chosen.stage and self.random.random() < share]
 
-    def __iter__(self) -> Iterator[Task]:
-        queues = [iter(p) for p in programs(self.plan, self.first, self.last)]
+    def _behind(self, task: Task) -> int:
+        """Stage of the next task on the same SM."""
+        program, at = self.programs[task.sm], self.position[task.sm]
+        return program[at].stage if at < len(program) else len(self.plan.stages)
+
+    def __iter__(self) -> Iterator[list[Task]]:
         ready: dict[int, Task] = {}
-        parked: dict[int, list[Task]] = {}  # source stage -> blocked heads (-1: grid barriers)
+        # blocked heads by (needs all of it, source stage): a counter opens once, when its stage is complete; tagged words
+        # open task by task
+        parked: dict[tuple[bool, int], list[Task]] = {}
 
         def settle(task: Task) -> None:
             edge = self.blocking(task)
             if edge is None:
                 ready[task.sm] = task
             else:
-                parked.setdefault(-1 if edge.mechanism == "grid_barrier" else edge.src, []).append(task)
+                parked.setdefault((edge.mechanism in COMPLETE, edge.src), []).append(task)
 
-        for queue in queues:
-            head = next(queue, None)
-            if head is not None:
-                settle(head)
+        def advance(sm: int) -> None:
+            at = self.position[sm]
+            if at < len(self.programs[sm]):
+                self.position[sm] += 1
+                settle(self.programs[sm][at])
+
+        for sm in range(self.plan.sms):
+            advance(sm)
         previous = -1
         while ready:
-            task = self._pick(ready, previous)
-            del ready[task.sm]
-            yield task
-            previous = task.sm
-            self.done[task.stage].add(task.index)
-            wake = parked.pop(task.stage, [])
-            before = self.prefix
-            while self.prefix < self.last and len(self.done[self.prefix]) == self.plan.stages[self.prefix].tasks:
-                self.prefix += 1
-            if self.prefix != before:
-                wake += parked.pop(-1, [])
-            head = next(queues[task.sm], None)
-            for blocked in [*wake, *([head] if head is not None else [])]:
+            group = self._pick(ready, previous)
+            yield group
+            stage = group[0].stage
+            for task in group:
+                del ready[task.sm]
+                self.done[stage].add(task.index)
+                previous = task.sm
+            wake = parked.pop((False, stage), [])
+            if len(self.done[stage]) == self.plan.stages[stage].tasks:
+                wake += parked.pop((True, stage), [])
+            for blocked in wake:
                 settle(blocked)
+            for task in group:
+                advance(task.sm)
         if parked:
             raise Deadlock(self._report([t for tasks in parked.values() for t in tasks]))
 
@@ -159,7 +196,9 @@ class Scheduler:
             edge = self.blocking(task)
             assert edge is not None
             src = self.plan.stages[edge.src]
-            lines.append(f"SM {task.sm} at task {task.index} of stage {task.stage} "
-                         f"{self.plan.stages[task.stage].name!r} waits by {edge.mechanism} on {edge.buffer!r} of stage "
-                         f"{edge.src} {src.name!r} ({len(self.done[edge.src])} of {src.tasks} tasks done)")
+            lines.append(
+                f"SM {task.sm} at task {task.index} of stage {task.stage} "
+                f"{self.plan.stages[task.stage].name!r} waits by {edge.mechanism} on {edge.buffer!r} of stage "
+                f"{edge.src} {src.name!r} ({len(self.done[edge.src])} of {src.tasks} tasks done)"
+            )
         return f"deadlock: {len(blocked)} SMs blocked: " + "; ".join(lines)

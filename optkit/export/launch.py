@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from optkit.emit import layout as L
-from optkit.emit.lower import Addresses, StateAddress, lower, signalling, sync_bytes
+from optkit.emit.lower import Addresses, StateAddress, lower, sync_bytes
 from optkit.execute.contents import contents
 from optkit.models.graph import Graph
 from optkit.plan.types import Plan
@@ -66,7 +67,7 @@ class Module:
         name = _check(cu.cuKernelGetName(self.kernel)).decode()
         if name != facts.name:
             raise RuntimeError(f"cubin holds kernel {name!r}, the manifest says {facts.name!r}")
-        sizes = []
+        sizes: list[int] = []
         while not int((got := cu.cuKernelGetParamInfo(self.kernel, len(sizes)))[0]):
             sizes.append(int(got[2]))
         if sizes != [struct.calcsize(f) for f in self.FORMAT]:
@@ -143,15 +144,19 @@ class GpuRunner:
         self._outputs = {s.value: b for b, s in content.items() if s.kind == "value" and s.value in graph.outputs}
         self._ids = {i: torch.zeros((L.ROWS, s.param("topk")), dtype=torch.int32, device=self.device)
                      for i, s in enumerate(plan.stages) if s.body == "route"}
-        addresses = Addresses(self._buffer, self._weight, self._state, self._constant, self.sync.data_ptr(), positions,
-                              {i: t.data_ptr() for i, t in self._ids.items()})
-        self.table = torch.from_numpy(lower(plan, addresses)).to(self.device)
+        self.positions = positions
+        self._lower()
         self.rt = torch.zeros(L.RT_WORDS, dtype=torch.int64, device=self.device)
         self._launches: dict[tuple[int, int], Launch] = {}
 
+    def _lower(self) -> None:
+        addresses = Addresses(self._buffer, self._weight, self._state, self._constant, self.sync.data_ptr(), self.positions,
+                              {i: t.data_ptr() for i, t in self._ids.items()})
+        self.table = torch.from_numpy(lower(self.plan, addresses)).to(self.device)
+
     # ---- addresses
     def _buffer(self, name: str) -> int:
-        return (self.raw.get(name) if name in self.raw else self.inputs[name]).data_ptr()
+        return (self.raw[name] if name in self.raw else self.inputs[name]).data_ptr()
 
     def _weight(self, name: str) -> int | tuple[int, int]:
         w = self.weights[name]
@@ -225,6 +230,23 @@ class GpuRunner:
             t.zero_()
         torch.cuda.synchronize()
 
+    def adopt(self, other: GpuRunner) -> None:
+        """Share another runner's sync region, workspace and descriptor layout from now on (batch graphs of one plan)."""
+        self.sync, self.raw, self._ids = other.sync, other.raw, other._ids
+        self._lower()
+        self.rows = 0
+        self._launches.clear()
+
+    @contextmanager
+    def without_signal(self, stage: int) -> Iterator[None]:
+        """Plants a fault for tests: this stage does its work but never releases its arrivals."""
+        kept = self.table[stage, L.SIGNAL].clone()
+        self.table[stage, L.SIGNAL] = 0
+        try:
+            yield
+        finally:
+            self.table[stage, L.SIGNAL] = kept
+
     def _word(self, at: int, nbytes: int) -> int:
         return int.from_bytes(self.sync[at : at + nbytes].cpu().numpy().tobytes(), "little")
 
@@ -296,7 +318,3 @@ class GpuRunner:
         words[:, :8].copy_(flat.view(-1, 8))
         words[:, 8:].copy_(torch.tensor([tag], dtype=torch.int64, device=self.device).view(torch.uint8).expand(len(words), 8))
 
-
-def counters_used(plan: Plan) -> int:
-    """How many stages release arrivals (the rest are covered by tagged words or the same SM)."""
-    return len(signalling(plan))

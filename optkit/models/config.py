@@ -78,12 +78,13 @@ class Reader:
             self._wrong(key, v, f"{allowed!r} (nothing else is covered)")
 
     def sub(self, key: str, default: Any = _MISSING) -> Reader:
-        """A nested mapping; mistakes go to the same list."""
+        """A nested mapping; mistakes go to the same list, but those that only follow from its absence are dropped."""
         v = self._get(key, "a mapping", default)
-        if v is not _MISSING and not isinstance(v, Mapping):
+        if isinstance(v, Mapping):
+            return Reader(v, f"{self.where}: {key}", self.mistakes)
+        if v is not _MISSING:
             self._wrong(key, v, "a mapping")
-            v = {}
-        return Reader({} if v is _MISSING else v, f"{self.where}: {key}", self.mistakes)
+        return Reader({}, f"{self.where}: {key}", [])
 
     def require(self, ok: bool, key: str, value: Any, expected: str) -> None:
         """A rule across keys."""

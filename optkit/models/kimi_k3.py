@@ -79,7 +79,8 @@ class Config:
             raise ConfigError(f"config.json: model_type: {model_type!r}: expected one of {', '.join(MODEL_TYPES)}")
         top = Reader(config_json)
         t = top.sub("text_config") if model_type == "kimi_k3" else top
-        if model_type == "kimi_k3" and not top.mistakes:
+        top.check()
+        if model_type == "kimi_k3":
             t.only("model_type", "kimi_linear")
         linear = t.sub("linear_attn_config")
         layers = t.integer("num_hidden_layers")

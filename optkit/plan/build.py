@@ -56,7 +56,7 @@ def build_plan(graph: Graph, choices: PlanChoices) -> Plan:
     return Plan(
         name=choices.name,
         recipe_digest=choices.recipe_digest,
-        hardware=_pairs(asdict(choices.hardware)),
+        hardware=_pairs({**asdict(choices.hardware), "smem": choices.hardware.smem, "memory": choices.hardware.memory}),
         sms=sms,
         rows=graph.rows,
         parallel=_pairs({**asdict(choices.parallel), "layers": graph.layers}),

@@ -111,6 +111,8 @@ def _choices(plan: Plan) -> list[tuple[str, list[str]]]:
 def _shown(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_shown, value)) or "none"
+    if value is None:
+        return "automatic"
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 

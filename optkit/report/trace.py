@@ -22,8 +22,8 @@ PROCESSES = {DRAM: "DRAM stream (simulated)", SMS: "SMs (simulated)"}
 def trace(rows: Any, plan: Plan, max_sms: int | None = None) -> dict[str, Any]:
     """The trace as JSON-able data, times in microseconds.
 
-    `rows`: what `plan.timeline.simulate` gives, or rows as in `optkit.report.inputs`; `max_sms` keeps SMs 0 .. max_sms - 1 (default: all). Raises ValueError for a
-    row that ends before it starts and for max_sms below 1.
+    `rows`: what `plan.timeline.simulate` gives, or rows as in `optkit.report.inputs`; `max_sms` keeps SMs 0 ..
+    max_sms - 1 (default: all). Raises ValueError for a row that ends before it starts and for max_sms below 1.
     """
     if max_sms is not None and max_sms < 1:
         raise ValueError(f"max_sms: expected at least 1, got {max_sms}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import optkit
 from optkit.pipeline import Context, verdict
 from optkit.recipe import Recipe
@@ -42,40 +40,13 @@ def export(recipe: Recipe, context: Context) -> None:
 
 def evidence(recipe: Recipe, context: Context) -> None:
     """evidence.json from every check of the run; the report and the simulated timeline beside it."""
-    run = context.run
-    if run is None:
+    if context.run is None:
         return
-    from optkit.evidence import bundle, provenance, write
-    from optkit.report.html import write_report
+    from optkit.plan.cost import Load
+    from optkit.report.publish import publish
 
-    plan = context.results.get("plan")
-    kept = [p for p in run.path.rglob("*") if p.is_file() and p.name not in ("log.txt", "status.json")]
-    costs: Any = ()
-    events: Any = ()
-    if plan is not None:
-        costs, events = _simulate(recipe, context)
-        kept.append(run.path / "trace.json")
-    found = bundle(context.checks, provenance(
-        recipe=context.resolved.name, recipe_digest=context.resolved.digest, plan_digest=plan.digest if plan else "",
-        root=run.path, files=kept, command=context.repeat), numerics=context.results.get("numerics", ()),
-        scope=context.results.get("scope", {}), not_covered=NOT_COVERED)
-    write(run.path / "evidence.json", found)
-    write_report(run.path / "report.html", found, plan=plan, costs=costs, timeline=events)
-
-
-def _simulate(recipe: Recipe, context: Context) -> tuple[Any, Any]:
-    """The cost model's table and timeline of one step at the recipe's smallest batch; writes trace.json."""
-    from optkit.plan.cost import Load, step_cost
-    from optkit.plan.timeline import simulate
-    from optkit.report.trace import write_trace
-
-    plan, run = context.results["plan"], context.run
-    assert run is not None
     load = Load(batch=min(recipe.decode.batch), context=recipe.decode.context)
-    cost, timeline = step_cost(plan, load), simulate(plan, load)
-    write_trace(run.path / "trace.json", timeline.events, plan)
-    context.note(f"batch {load.batch}, context {load.context}: {cost.bytes / 1e6:.1f} MB a step, {cost.roofline_us:.1f} us at the "
-                 f"read ceiling, {timeline.step_us:.1f} us simulated")
-    rows = [(s.name, c.bytes, c.flops, max(c.bytes / cost.read_gbs / 1e3, c.flops / cost.tflops / 1e6))
-            for s, c in zip(plan.stages, cost.stages, strict=True)]
-    return rows, timeline.events
+    publish(context.run.path, recipe=context.resolved.name, recipe_digest=context.resolved.digest, command=context.repeat,
+            checks=context.checks, numerics=context.results.get("numerics", ()), scope=context.results.get("scope", {}),
+            not_covered=NOT_COVERED, plan=context.results.get("plan"), load=load)
+    context.note(f"simulated: batch {load.batch}, {load.context} tokens of context")

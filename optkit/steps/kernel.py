@@ -22,10 +22,7 @@ def emit(recipe: Recipe, context: Context) -> None:
     from dataclasses import replace
 
     from optkit.emit.compile import KernelSpec, compile_cached
-    try:
-        from optkit.verify.audit import audit
-    except ImportError:
-        audit = lambda *a: []
+    from optkit.verify.audit import audit
 
     plan = context.results["plan"]
     spec = KernelSpec.of(plan)

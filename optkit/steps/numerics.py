@@ -5,9 +5,10 @@ They leave "weights" and "numerics" (rows for the report).
 
 from __future__ import annotations
 
-from math import ceil
 from pathlib import Path
+from typing import Any
 
+from optkit.bench.names import CHECKPOINT, hardware_checks
 from optkit.build import load_weights, model_json
 from optkit.pipeline import Context
 from optkit.recipe import Recipe
@@ -25,33 +26,31 @@ def validate(recipe: Recipe, context: Context) -> None:
             context.not_run(name, f"{size:.1f} GB of weights: float64 takes a GPU (hardware.* checks), the CPU does up to "
                             f"{CPU_WEIGHTS_GB:g} GB", repeat=hardware_command(recipe, context))
         return
+    import torch
+
     from optkit.execute import Executor
-    from optkit.validate.orders import orders, repeat
-    from optkit.validate.per_stage import per_stage
-    from optkit.validate.rollout import rollout
-    from optkit.validate.scenario import Scenario
+    from optkit.validate import suite
 
-    v = recipe.validate
-    weights = context.results["weights"] = load_weights(context.resolved, context.results["source"], graph)
-
-    def scenario(batch: int, steps: int) -> Scenario:
-        return Scenario(graph, batch, steps, seed=v.seed, block_size=recipe.cache.block_size)
-
-    def runner(s: Scenario) -> Executor:
-        return Executor(plan, graph, weights, s.caches("bf16"))
-
-    s = scenario(plan.rows, ceil(v.samples / plan.rows))
-    context.note(f"every stage alone, {s.batch} rows x {s.steps} steps against float64")
-    checks, rows = per_stage(runner(s), graph, weights, s, context.repeat)
+    torch.set_num_threads(1)  # thousands of small products: a second thread costs more in hand-overs than it computes
+    weights = context.results["weights"] = _weights(recipe, context)
+    scenarios = suite.make(graph, recipe.validate, recipe.cache.block_size)
+    runner = Executor(plan, graph, weights, scenarios.caches())
+    checks, context.results["numerics"] = suite.validate(runner, weights, scenarios, context.repeat, context.note)
     context.take(checks)
-    s = scenario(v.rollout_batch, v.rollout_steps)
-    context.note(f"rollout of {s.steps} steps at batch {s.batch}, state carried")
-    checks, more = rollout(runner(s), graph, weights, s, context.repeat)
-    context.take(checks)
-    context.results["numerics"] = rows + more
-    s = scenario(min(v.rollout_batch, 2), v.order_steps)
-    context.note(f"{v.order_seeds} random and the adversarial task orders, {s.steps} steps each")
-    context.take([orders(runner(s), s, range(v.order_seeds), command=context.repeat), repeat(runner(s), s, context.repeat)])
+
+
+def _weights(recipe: Recipe, context: Context) -> Any:
+    """The rank's weights. A whole model without a checkpoint gets one with random weights in the run's folder, and goes
+    through the loader like any other; slices and ranks are drawn directly."""
+    source, graph = context.results["source"], context.results["graph"]
+    whole = graph.layers == (0, source.limits.layers) and dict(graph.constants)["tp"] == 1
+    if recipe.model.checkpoint is not None or context.run is None or not whole:
+        return load_weights(context.resolved, graph)
+    from optkit.models.checkpoint import load, write_random
+
+    path = write_random(context.run.path / CHECKPOINT, source.config_json, recipe.model.seed)
+    context.note(f"random checkpoint {_shown(path)}, {sum(f.stat().st_size for f in path.iterdir()) / 1e6:.0f} MB")
+    return load(path, graph)
 
 
 def hardware_command(recipe: Recipe, context: Context) -> str:
@@ -64,8 +63,6 @@ def hardware_command(recipe: Recipe, context: Context) -> str:
 
 def hardware(recipe: Recipe, context: Context) -> None:
     """What only the GPU can show: registered as not run here, with the command that runs it there."""
-    from optkit.bench.names import hardware_checks
-
     if context.run is not None:
         context.run.json("model.json", model_json(context.resolved, context.results["source"], context.results["graph"]))
     command = hardware_command(recipe, context)

@@ -35,9 +35,10 @@ def plan(recipe: Recipe, context: Context) -> None:
     context.results.update(plans=plans, plan=chosen)
     if context.run is not None:
         context.run.text("plan.json", chosen.to_json())
+    needed = dict(chosen.memory)["total"] / 1e9
     context.note(
         f"{len(chosen.stages)} stages, {len(chosen.edges)} edges, {chosen.sms} SMs, ring of {chosen.ring_slots} tiles, "
-        f"{dict(chosen.memory)['total'] / 1e9:.1f} of {recipe.hardware.memory_gb:g} GB per GPU, plan {chosen.digest[:6]}"
+        f"{needed:.1f} of {recipe.hardware.memory_gb:g} GB per GPU, plan {chosen.digest[:6]}"
     )
 
 

@@ -4,11 +4,27 @@ Everything here judges a `StageRunner` (CPU executor or GPU runtime) against the
 plain bf16 implementation of `models.interpret` setting the noise band. Gates: see `gates`.
 """
 
-from optkit.validate.check import Check, Numerics
+from optkit.checks import Check
+from optkit.validate.boundaries import boundaries
+from optkit.validate.numerics import Numerics
 from optkit.validate.orders import orders, repeat
 from optkit.validate.per_stage import per_stage
 from optkit.validate.rollout import rollout
 from optkit.validate.scenario import Scenario
 from optkit.validate.served import score_served
+from optkit.validate.suite import Suite, make, validate
 
-__all__ = ["Check", "Numerics", "Scenario", "orders", "per_stage", "repeat", "rollout", "score_served"]
+__all__ = [
+    "Check",
+    "Numerics",
+    "Scenario",
+    "Suite",
+    "boundaries",
+    "make",
+    "orders",
+    "per_stage",
+    "repeat",
+    "rollout",
+    "score_served",
+    "validate",
+]

@@ -20,10 +20,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from optkit.checks import Check, from_findings
 from optkit.plan.types import Plan
 from optkit.verify import access as A
 from optkit.verify import cfg, elf, sass
-from optkit.verify.check import Check, from_findings
 
 NAMES = ("audit.access", "audit.guarded", "audit.fences", "audit.registers", "audit.local_memory")
 MEMORY = Path(__file__).parent.parent / "emit" / "kernels" / "memory.py"

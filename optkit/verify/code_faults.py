@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from optkit.checks import Check
 from optkit.verify import access as A
 from optkit.verify import sass
 from optkit.verify.audit import MEMORY, audit_code
-from optkit.verify.check import Check
 
 Code = list[sass.Instruction]
 

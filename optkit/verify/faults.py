@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from optkit.checks import Check
 from optkit.plan.types import Access, Buffer, Edge, Plan
-from optkit.verify.check import Check
 from optkit.verify.proofs import prove
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from optkit.checks import Check, from_findings
 from optkit.plan.types import Plan
 from optkit.verify import mailbox, order, ring_model, rules
-from optkit.verify.check import Check, from_findings
 
 REPEAT = "optkit check {name}"
 

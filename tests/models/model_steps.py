@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +26,11 @@ class Model:
     config: Any
     graph: Graph
     weights: dict[str, Any]
+
+    @cached_property
+    def exact(self) -> dict[str, Any]:
+        """The weights in float64, cast once for the whole suite."""
+        return interpret.cast_weights(self.graph, self.weights, "f64")
 
     def build(self, **kw: Any) -> Graph:
         return self.module.build(self.config, rows=4, **kw)

@@ -101,7 +101,7 @@ def test_split_kv_gqa(splits: int) -> None:
 def test_unabsorbed_mla_equals_the_graph(k3: Model) -> None:
     """kv_b expanded per token gives the value that the absorbed ops of the graph give."""
     state = caches(k3.graph, 2)
-    values = rollout(k3.graph, k3.weights, tokens(2, 5), state=state)[-1]
+    values = rollout(k3.graph, k3.exact, tokens(2, 5), state=state)[-1]
     attend = k3.graph.op("L3.ol")
     w_uk, w_uv = (k3.weights[f"model.layers.3.self_attn.{n}"].double() for n in ("w_uk", "w_uv"))
     table = torch.randperm(8, generator=torch.Generator().manual_seed(5)).reshape(2, 4)

@@ -142,16 +142,16 @@ def test_pipeline_stages_equal_the_whole(name: str, cut: int, request: pytest.Fi
     cut = min(cut, model.config.num_layers - 1)
     first, second = model.build(layers=(0, cut)), model.build(layers=(cut, model.config.num_layers))
     ids = tokens(2, 2)
-    whole = rollout(model.graph, model.weights, ids)
+    whole = rollout(model.graph, model.exact, ids)
     state = caches(model.graph, 2)
     for i, token in enumerate(ids):
         inputs = step_inputs(token, i)
-        a = interpret.run(first, model.weights, inputs, state)
+        a = interpret.run(first, model.exact, inputs, state)
         carried = [n for n in second.inputs if n.startswith("in.")]
         assert len(carried) == len(first.outputs)
         for theirs, ours in zip(carried, first.outputs, strict=True):
             inputs[theirs] = a[ours]
-        out = interpret.run(second, model.weights, inputs, state)["logits"]
+        out = interpret.run(second, model.exact, inputs, state)["logits"]
         assert torch.equal(out, whole[i]["logits"])
 
 
@@ -164,7 +164,7 @@ def test_real_ranks_equal_the_whole(name: str, tmp_path: Path) -> None:
     weights = [checkpoint.load(path, g) for g in graphs]
     state = [caches(g, 2) for g in graphs]
     ids = tokens(2, 2)
-    for i, (token, whole) in enumerate(zip(ids, rollout(model.graph, model.weights, ids), strict=True)):
+    for i, (token, whole) in enumerate(zip(ids, rollout(model.graph, model.exact, ids), strict=True)):
         out = interpret.run_ranks(graphs, weights, step_inputs(token, i), state)
         logits = torch.cat([o["logits"] for o in out], -1)
         assert rel(logits, whole["logits"]) < 1e-11
@@ -211,6 +211,8 @@ def broken(**changes: Any) -> dict[str, Any]:
         ({"model_type": "kimi_k2"}, "model_type: 'kimi_k2'.*did you mean kimi_k3"),
         ({}, "model_type: None"),
         (broken(hidden_size="1024"), "hidden_size: '1024': expected an integer"),
+        ({"model_type": "kimi_k3"}, "^config.json: text_config: missing: expected a mapping$"),
+        (broken(linear_attn_config=3), "^config.json: text_config: linear_attn_config: 3: expected a mapping$"),
         (broken(hidden_act="silu"), "hidden_act: 'silu': expected 'situ'"),
         (broken(mla_use_nope=False), "mla_use_nope: False"),
         (broken(num_hidden_layers=8), r"full_attn_layers \+ kda_layers"),

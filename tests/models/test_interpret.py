@@ -38,13 +38,13 @@ def test_bf16_is_near_float64(name: str, limit: float, request: pytest.FixtureRe
         inputs = step_inputs(t, i)
         ours = interpret.run(model.graph, model.weights, inputs, low, "bf16")
         choices = Choices({k: v for k, v in ours.items() if k.endswith(".ids")}, 0.05)
-        ref = interpret.run(model.graph, model.weights, inputs, high, "f64", choices)
+        ref = interpret.run(model.graph, model.exact, inputs, high, "f64", choices)
         assert 2**-9 < rel(ours["logits"], ref["logits"]) < limit
 
 
 def test_choices_within_the_score_error_are_adopted(k3: Model) -> None:
     ids = tokens(2, 1)[0]
-    plain = interpret.run(k3.graph, k3.weights, step_inputs(ids, 0), caches(k3.graph, 2))
+    plain = interpret.run(k3.graph, k3.exact, step_inputs(ids, 0), caches(k3.graph, 2))
     bias = k3.weights["model.layers.1.block_sparse_moe.gate.e_score_correction_bias"].double()
     score = torch.sigmoid(plain["L1.logits"]) + bias
     order = score.sort(-1, descending=True)
@@ -54,7 +54,7 @@ def test_choices_within_the_score_error_are_adopted(k3: Model) -> None:
 
     def run(error: float, choice: torch.Tensor) -> tuple[dict[str, torch.Tensor], Choices]:
         choices = Choices({"L1.ids": choice.int()}, error)
-        return interpret.run(k3.graph, k3.weights, step_inputs(ids, 0), caches(k3.graph, 2), adopt=choices), choices
+        return interpret.run(k3.graph, k3.exact, step_inputs(ids, 0), caches(k3.graph, 2), adopt=choices), choices
 
     out, choices = run(gap * 1.01, swapped)
     assert torch.equal(out["L1.ids"].long(), swapped)

@@ -41,7 +41,7 @@ def logits_error(graph: Graph, weights: Any, expected: list[Tensor], steps: int)
 def test_logits_and_state_equal_mlx_lm(k3: Model, oracle: tuple[list[Tensor], MlxK3]) -> None:
     expected, mlx = oracle
     state = caches(k3.graph, ROWS)
-    out = rollout(k3.graph, k3.weights, tokens(ROWS, STEPS), state=state)
+    out = rollout(k3.graph, k3.exact, tokens(ROWS, STEPS), state=state)
     assert max(rel(o["logits"], e) for o, e in zip(out, expected, strict=True)) < 1e-4
     slots = torch.arange(ROWS, 0, -1)
     for layer in (0, 6):
@@ -60,7 +60,7 @@ def replace_attr(graph: Graph, kind: str, **attrs: Any) -> Graph:
 def test_wrong_variants_move_the_logits(
     variant: str, k3: Model, oracle: tuple[list[Tensor], MlxK3], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph, weights = k3.graph, dict(k3.weights)
+    graph, weights = k3.graph, dict(k3.exact)
     if variant == "silu":
         graph = replace_attr(replace_attr(graph, "act_mul", act="silu"), "expert_gate_up", act="silu")
     elif variant == "lower_bound":
@@ -89,5 +89,5 @@ def test_float64_equals_numpy(k3: Model, tensors: dict[str, Tensor]) -> None:
     state = numpy_k3.new_state()
     ids = tokens(ROWS, 8)
     expected = np.stack([numpy_k3.step(int(t[0]), state) for t in ids])
-    ours = torch.stack([o["logits"][0] for o in rollout(k3.graph, k3.weights, ids)])
+    ours = torch.stack([o["logits"][0] for o in rollout(k3.graph, k3.exact, ids)])
     assert rel(ours, torch.from_numpy(expected)) < 1e-10

@@ -17,7 +17,7 @@ STEPS, ROWS, LAYER = 12, 3, 1
 @pytest.fixture(scope="module")
 def values(k3: Model) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
     state = caches(k3.graph, ROWS)
-    out = rollout(k3.graph, k3.weights, tokens(ROWS, STEPS), state=state)
+    out = rollout(k3.graph, k3.exact, tokens(ROWS, STEPS), state=state)
     recurrent = state[f"L{LAYER}.recurrent"]
     assert isinstance(recurrent, torch.Tensor)
     return out, recurrent[torch.arange(ROWS, 0, -1)]
@@ -80,7 +80,7 @@ def test_padding_slots_are_untouched(k3: Model) -> None:
     inputs["state_slot"] = torch.tensor([1, 0, -1], dtype=torch.int32)
     inputs["slot_mapping"] = torch.tensor([int(inputs["slot_mapping"][0]), -1, -1])
     inputs["seq_len"] = torch.tensor([1, 0, 0], dtype=torch.int32)
-    out = interpret.run(k3.graph, k3.weights, inputs, state)
+    out = interpret.run(k3.graph, k3.exact, inputs, state)
     for name in ("L0.q", "L0.o", "L0.og", "L3.ol"):
         assert out[name][0].abs().max() > 0
         assert torch.equal(out[name][1:], torch.zeros_like(out[name][1:]))

@@ -27,20 +27,20 @@ def hf_logits(llama: Model, tmp_path_factory: pytest.TempPathFactory) -> torch.T
 
 
 def test_logits_equal_transformers(llama: Model, hf_logits: torch.Tensor) -> None:
-    out = torch.stack([o["logits"] for o in rollout(llama.graph, llama.weights, tokens(ROWS, STEPS))])
+    out = torch.stack([o["logits"] for o in rollout(llama.graph, llama.exact, tokens(ROWS, STEPS))])
     assert max(rel(a, b) for a, b in zip(out, hf_logits, strict=True)) < 1e-5
 
 
 def test_the_plain_rotation_differs(llama: Model, hf_logits: torch.Tensor) -> None:
     graph = llama.module.build(dataclasses.replace(llama.config, rope_scaling=()), rows=4)
-    out = torch.stack([o["logits"] for o in rollout(graph, llama.weights, tokens(ROWS, STEPS))])
+    out = torch.stack([o["logits"] for o in rollout(graph, llama.exact, tokens(ROWS, STEPS))])
     assert rel(out[-1], hf_logits[-1]) > 1e-3
 
 
 def test_ragged_requests_equal_alone(llama: Model) -> None:
     """Rows at different positions of scattered pages give what each gives alone; a padded row writes nothing."""
     ids = tokens(3, 20)
-    alone = rollout(llama.graph, llama.weights, ids)
+    alone = rollout(llama.graph, llama.exact, ids)
     state = interpret.allocate_caches(llama.graph, 1, 12, 16)
     start = (0, 3, 7)
     for i in range(20):
@@ -51,7 +51,7 @@ def test_ragged_requests_equal_alone(llama: Model) -> None:
         for j, s in enumerate(start):
             if i < s:
                 inputs["slot_mapping"][j], inputs["seq_len"][j] = -1, 0
-        logits = interpret.run(llama.graph, llama.weights, inputs, state)["logits"]
+        logits = interpret.run(llama.graph, llama.exact, inputs, state)["logits"]
         for j, s in enumerate(start):
             if i >= s:
                 assert rel(logits[j], alone[i - s]["logits"][j]) < 1e-12

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from optkit.verify import access, audit, code_faults, elf, sass
-from optkit.verify.check import Check
+from optkit.checks import Check
 
 pytest.importorskip("cutlass")
 MEMORY = Path(__file__).parent / "kernels" / "memory.py"

@@ -14,7 +14,7 @@ from optkit.plan.build import build_plan
 from optkit.plan.choices import Hardware, Parallel, PlanChoices, Sync
 from optkit.plan.types import Access, Buffer, Edge, Plan, Stage
 from optkit.verify import faults
-from optkit.verify.check import Check
+from optkit.checks import Check
 from optkit.verify.proofs import failed, prove
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
+TOP = 20  # as many as vLLM gives without --max-logprobs
 START_LIMIT_S = 150  # 15-30 s on an idle machine
 
 
@@ -39,11 +40,12 @@ def write_tokenizer(directory: Path, vocab: int) -> None:
 
 @dataclass
 class Answer:
-    """Served tokens and, for each, the served log probability."""
+    """Served tokens and, for each, its served log probability and those of the TOP most probable tokens by id."""
 
     prompt: list[int]
     tokens: list[int]
     logprobs: list[float]
+    top: list[dict[int, float]]
 
 
 class Server:
@@ -100,12 +102,14 @@ class Server:
     def complete(self, prompt: list[int], count: int) -> Answer:
         """`count` greedy tokens after `prompt` (token ids)."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True,
-                "logprobs": 1, "return_token_ids": True}
+                "logprobs": TOP, "return_token_ids": True}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(body).encode(),
                                          {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=120) as r:
             choice = json.load(r)["choices"][0]
-        return Answer(prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"])
+        found = choice["logprobs"]
+        top = [{int(word.removeprefix("t")): x for word, x in d.items()} for d in found["top_logprobs"]]
+        return Answer(prompt, choice["token_ids"], found["token_logprobs"], top)
 
     def complete_all(self, requests: Sequence[tuple[list[int], int]]) -> list[Answer]:
         """All requests at the same time."""

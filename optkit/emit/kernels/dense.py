@@ -12,10 +12,35 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from optkit.emit import layout as L
 from optkit.emit.kernels import memory as M
-from optkit.emit.kernels.arith import bf16_hi, bf16_lo, exp, interleave8, mma, pack_bf16, round_bf16, rsqrt, sigmoid, tanh
+from optkit.emit.kernels.arith import (
+    bf16_hi,
+    bf16_lo,
+    exp,
+    interleave8,
+    mma,
+    pack_bf16,
+    round_bf16,
+    rsqrt,
+    sigmoid,
+    tanh,
+)
 from optkit.emit.kernels.core import (
-    block_sum, csync, f32, i32, i64, load1, load4, load8, load8_words, operand, send4, store2_f32, store4, tile_done,
-    tile_wait, units_of,
+    block_sum,
+    csync,
+    f32,
+    i32,
+    i64,
+    load1,
+    load4,
+    load8,
+    load8_words,
+    operand,
+    send4,
+    store2_f32,
+    store4,
+    tile_done,
+    tile_wait,
+    units_of,
 )
 
 A = cute.arch

@@ -2,12 +2,12 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int64
 
 from optkit.emit import layout as L
 from optkit.emit.kernels import memory as M
 from optkit.emit.kernels.arith import bf16_hi, bf16_lo, round_bf16, sigmoid
-from optkit.emit.kernels.core import (f32, i32, i64, load4, operand, recv4, rt_i64, send4, store4, units_of)
+from optkit.emit.kernels.core import f32, i32, i64, load4, operand, recv4, rt_i64, send4, store4, units_of
 from optkit.emit.kernels.dense import activate
 
 # params of ew, relative to PARAMS

@@ -8,12 +8,12 @@ both products take one pass (the delta rule, then the read-out of the updated st
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
+from cutlass import Float32, Int64, range_constexpr
 
 from optkit.emit import layout as L
 from optkit.emit.kernels import memory as M
 from optkit.emit.kernels.arith import bf16_lo, exp, pack_bf16, rsqrt, sigmoid, warp_sum
-from optkit.emit.kernels.core import (csync, f32, i32, i64, load1, operand, rt_i64, store4, units_of)
+from optkit.emit.kernels.core import csync, f32, i32, i64, load1, operand, rt_i64, store4, units_of
 
 DIM = 128
 # params, relative to PARAMS; operands take two words

@@ -8,13 +8,23 @@ e2m1 pairs unpack in the order (p, p + 4), so x is staged with each 8 values int
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
+from cutlass import Float32, Int32, Int64, range_constexpr
 
 from optkit.emit import layout as L
 from optkit.emit.kernels import memory as M
 from optkit.emit.kernels.arith import exp2_scale, mma, sigmoid, unpack_e2m1
 from optkit.emit.kernels.core import (
-    csync, f32, i32, i64, load1, operand, send4, store4, tile_done, tile_wait, units_of,
+    csync,
+    f32,
+    i32,
+    i64,
+    load1,
+    operand,
+    send4,
+    store4,
+    tile_done,
+    tile_wait,
+    units_of,
 )
 from optkit.emit.kernels.dense import activate, reduce_tile, stage_copy
 

@@ -12,7 +12,7 @@ from cutlass import Int32, Int64, Uint32
 from optkit.emit import layout as L
 from optkit.emit.kernels import memory as M
 from optkit.emit.kernels import moe
-from optkit.emit.kernels.core import (i32, i64, ring_wait, units_of, wait_counter)
+from optkit.emit.kernels.core import i32, i64, ring_wait, units_of, wait_counter
 
 A = cute.arch
 

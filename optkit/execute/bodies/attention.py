@@ -29,8 +29,9 @@ def mla_insert(stage: Stage, units: Sequence[int], mem: Memory) -> None:
     for r0, r1, _, _ in row_blocks(units, 1, mem.rows):
         a = class_rows(mem, stage.param("kva"), (r0, r1))
         c = a[:, :lora]
-        row = torch.cat([c * rms_scale(c, stage.param("eps")) * mem.weights.dense(stage.param("weight")),
-                         a[:, lora:]], -1).to(kv.dtype)
+        row = torch.cat(
+            [c * rms_scale(c, stage.param("eps")) * mem.weights.dense(stage.param("weight")), a[:, lora:]], -1
+        ).to(kv.dtype)
         for r in range(r0, r1):
             if (where := _new_token(mem, r, kv.shape[1])) is not None:
                 kv[where] = row[r]
@@ -64,13 +65,17 @@ def _query(stage: Stage, mem: Memory, row: int, group: int) -> torch.Tensor:
     """Queries of one row and group, float32 [heads_per_group, dqk]; MLA: [absorbed latent query | last rope columns]."""
     hpg, dqk, dv = (stage.param(k) for k in ("heads_per_group", "dqk", "dv"))
     if stage.param("kind") == "gqa":
-        return mem.load(stage.param("q"), (row, row + 1), group * hpg * dqk, (group + 1) * hpg * dqk).float().view(hpg, dqk)
+        return (
+            mem.load(stage.param("q"), (row, row + 1), group * hpg * dqk, (group + 1) * hpg * dqk)
+            .float()
+            .view(hpg, dqk)
+        )
     heads = hpg * stage.param("groups")
     q = stage.param("q")
     per_head = mem.buffer(q).width // heads
     latent = mem.load(stage.param("ql"), (row, row + 1), group * hpg * dv, (group + 1) * hpg * dv)
     full = mem.load(q, (row, row + 1), group * hpg * per_head, (group + 1) * hpg * per_head)
-    return torch.cat([latent.reshape(hpg, dv), full.reshape(hpg, per_head)[:, per_head - (dqk - dv):]], -1).float()
+    return torch.cat([latent.reshape(hpg, dv), full.reshape(hpg, per_head)[:, per_head - (dqk - dv) :]], -1).float()
 
 
 def _tokens(stage: Stage, mem: Memory, row: int, group: int, tokens: range) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,25 +97,29 @@ def _length(mem: Memory, row: int) -> int:
 
 
 def attn(stage: Stage, units: Sequence[int], mem: Memory) -> None:
-    """One split of one group of one row: bf16 output if there is one split, else (m, l, unnormalised o) per head."""
+    """One split of one group of one row: bf16 output if there is one split, else (m, l, 0, 0, unnormalised o) per head."""
     splits, hpg, dv = stage.param("splits"), stage.param("heads_per_group"), stage.param("dv")
     for row, group, split in _units(stage, units, mem, splits):
         tokens = split_ranges(_length(mem, row), splits)[split]
         if splits > 1 and not tokens:  # short context: m = -inf, l = 0, o = 0, which weighs nothing in the combination
-            part = torch.zeros((hpg, dv + 2), device=mem.device)
+            part = torch.zeros((hpg, dv + PARTIAL_EXTRA), device=mem.device)
             part[:, 0] = -torch.inf
-            mem.store(stage.param("out"), part.view(1, -1), (row, row + 1), (group * splits + split) * hpg * (dv + 2))
+            mem.store(stage.param("out"), part.view(1, -1), (row, row + 1), (group * splits + split) * part.numel())
             continue
         k, v = _tokens(stage, mem, row, group, tokens)
-        m, l, o = attention_part(_query(stage, mem, row, group), k, v, stage.param("scale"))
+        m, total, o = attention_part(_query(stage, mem, row, group), k, v, stage.param("scale"))
         if splits == 1:
-            o = o / l[:, None] if len(tokens) else o
+            o = o / total[:, None] if len(tokens) else o
             mem.store(stage.param("out"), o.reshape(1, -1), (row, row + 1), group * hpg * dv)
         else:
             pad = torch.zeros((hpg, PARTIAL_EXTRA - 2), device=mem.device)
-            part = torch.cat([m[:, None], l[:, None], pad, o], -1)
-            mem.store(stage.param("out"), part.reshape(1, -1), (row, row + 1),
-                      (group * splits + split) * hpg * (dv + PARTIAL_EXTRA))
+            part = torch.cat([m[:, None], total[:, None], pad, o], -1)
+            mem.store(
+                stage.param("out"),
+                part.reshape(1, -1),
+                (row, row + 1),
+                (group * splits + split) * hpg * (dv + PARTIAL_EXTRA),
+            )
 
 
 def attn_combine(stage: Stage, units: Sequence[int], mem: Memory) -> None:
@@ -122,6 +131,8 @@ def attn_combine(stage: Stage, units: Sequence[int], mem: Memory) -> None:
             o = torch.zeros((hpg, dv), device=mem.device)
         else:
             lo = group * splits * size
-            p = mem.load(stage.param("partial"), (row, row + 1), lo, lo + splits * size).view(splits, hpg, dv + PARTIAL_EXTRA)
+            p = mem.load(stage.param("partial"), (row, row + 1), lo, lo + splits * size).view(
+                splits, hpg, dv + PARTIAL_EXTRA
+            )
             o = attention_combine([(s[:, 0], s[:, 1], s[:, PARTIAL_EXTRA:]) for s in p])
         mem.store(stage.param("out"), o.reshape(1, -1), (row, row + 1), group * hpg * dv)
