@@ -117,7 +117,8 @@ def test_timeline_sees_the_choices():
 
 def test_a_deeper_ring_hides_more():
     """Two slots: hardly anything can be fetched before a wait ends."""
-    times = [simulate(tiny_with(overlap__ring_slots=n), Load(1, 256)).step_us for n in (2, 4, tiny().ring_slots)]
+    g, c = graph("kimi_k3", TP, (90, 93)), choices(parallel={"tp": TP})
+    times = [simulate(build_plan(g, c.but(overlap__ring_slots=n)), Load(1, 256)).step_us for n in (2, 3, 5)]
     assert times[0] > times[1] > times[2]
 
 

@@ -19,6 +19,7 @@ from optkit.plan.order import sort
 from optkit.plan.types import Access
 
 ALL = [tiny, llama]
+H = 256
 PART_KEYS = {
     *("op", "weight", "weight2", "m", "k", "first", "count", "groups", "x_stride", "x_offset", "epilogue", "out"),
     *("dtype", "act", "beta", "linear_beta", "add", "gate", "coeffs"),
@@ -73,7 +74,7 @@ def test_front_stage_parts():
     for p in (router, latent, shared):
         assert set(p) == PART_KEYS
     x = front.param("x")
-    assert set(x) == X_KEYS and x["prologue"] == "mixnorm" and x["width"] == 1024
+    assert set(x) == X_KEYS and x["prologue"] == "mixnorm" and x["width"] == H
     assert (router["epilogue"], router["dtype"], router["m"]) == ("store", "f32", 32)
     assert (latent["epilogue"], latent["dtype"]) == ("store", "bf16")
     assert (shared["epilogue"], shared["act"], shared["beta"], shared["linear_beta"]) == ("act", "situ", 4.0, 25.0)
@@ -85,7 +86,7 @@ def test_front_stage_parts():
     assert shared["m"] == g.weight(shared["weight"]).shape[0]
     streams = front.streams
     assert [s.weight for s in streams] == [p["weight"] for p in (router, latent, shared)]
-    assert streams[2].weight2 == shared["weight2"] and streams[0].tile_bytes == 16 * 512 * 2 and streams[0].tiles == 2
+    assert streams[2].weight2 == shared["weight2"] and streams[0].tile_bytes == 16 * H * 2 and streams[0].tiles == 1
 
 
 def test_attention_input_parts():
@@ -100,7 +101,7 @@ def test_attention_input_parts():
 def test_grouped_projections_and_value_gate():
     plan = tiny()
     (ql,) = stage(plan, "L3.ql").param("parts")
-    assert (ql["groups"], ql["x_stride"], ql["x_offset"], ql["k"]) == (8, 192, 0, 128)
+    assert (ql["groups"], ql["x_stride"], ql["x_offset"], ql["k"]) == (4, 192, 0, 128)
     (ov,) = stage(plan, "L3.ov").param("parts")
     assert (ov["epilogue"], ov["gate"], ov["out"], ov["k"]) == ("gate", "g@1", "og@1", 512)
 
@@ -129,13 +130,13 @@ def test_routed_experts():
     plan = tiny()
     up, down, route = (stage(plan, f"L1.{n}") for n in ("ea", "y", "route"))
     assert up.assign == "cyclic" and up.units == 8 * 4 * ceil(up.param("inter") / 8)
-    assert up.streams[0].index == "uniq@1" and up.streams[0].weight2.endswith("w3")
-    assert up.writes[0].by == "uniq@1"
+    assert up.streams[0].index == "L1.uniq" and up.streams[0].weight2.endswith("w3")
+    assert up.writes[0].by == "L1.uniq"
     assert down.streams[0].repeat == 32 and up.param("stream") == down.param("stream") == "after_wait"
-    uniq = plan.buffer["uniq@1"]
+    uniq = plan.buffer["L1.uniq"]
     assert (uniq.rows, uniq.width, uniq.dtype) == (1, 1 + 32 * 9, "i32")
     sets = {(s.value, s.producer): s for s in plan.index_sets}
-    assert sets["uniq@1", "L1.route"].bound == 32 and "partition" in sets["uniq@1", "L1.route"].facts
+    assert sets["L1.uniq", "L1.route"].bound == 32 and "partition" in sets["L1.uniq", "L1.route"].facts
     assert "injective" in sets["slot_mapping", "contract:vllm"].facts
     assert "injective" in sets["state_slot", "contract:vllm"].facts
     assert route.tasks == 1
@@ -185,7 +186,7 @@ def test_pipeline_stage_takes_and_gives_rows():
         b.layout == "plain" for b in given
     )  # the prefix and two saved rows, for vLLM to ship
     taken = [second.buffer[v] for v in g.inputs if v.startswith("in.")]
-    assert len(taken) == 3 and all((b.klass, b.width) == ("input", 1024) for b in taken)
+    assert len(taken) == 3 and all((b.klass, b.width) == ("input", H) for b in taken)
     check_order(first)
     check_order(second)
 
