@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from optkit.verify import access, audit, code_faults, elf, sass
 from optkit.checks import Check
+from optkit.verify import access, audit, code_faults, elf, sass
 
 pytest.importorskip("cutlass")
 MEMORY = Path(__file__).parent / "kernels" / "memory.py"

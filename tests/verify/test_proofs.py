@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from hand_plans import HIDDEN, ROWS, SMS, but, gemv, heads, make, toy, without
 
+from optkit.checks import Check
 from optkit.models import kimi_k3, llama
 from optkit.models.families import named_config
 from optkit.plan.build import build_plan
 from optkit.plan.choices import Hardware, Parallel, PlanChoices, Sync
 from optkit.plan.types import Access, Buffer, Edge, Plan, Stage
 from optkit.verify import faults
-from optkit.checks import Check
 from optkit.verify.proofs import failed, prove
 
 
