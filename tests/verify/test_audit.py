@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from optkit.verify import access, audit, code_faults, elf, sass
 from optkit.checks import Check
+from optkit.verify import access, audit, code_faults, elf, sass
 
 pytest.importorskip("cutlass")
 MEMORY = Path(__file__).parent / "kernels" / "memory.py"
@@ -54,6 +54,7 @@ DEFECTS = {
     "split_tag": ("audit.access", ("ld_tag_split", "one access of 128 bits")),
     "hoisted": ("audit.guarded", ("ld_act_v4", "reached without a wait")),
     "hoisted_in_loop": ("audit.guarded", ("ld_act_v4", "reached without a wait")),
+    "early_store": ("audit.guarded", ("st_act_v4", "+0x1000", "reached without a wait")),
     "inside_wait": ("audit.guarded", ("ld_act_v4", "reached without a wait")),
     "no_loop": ("audit.guarded", ("ld_act_v4", "reached without a wait")),
     "other_branch": ("audit.guarded", ("+0x40", "reached without a wait")),
@@ -145,3 +146,15 @@ def test_the_kernels_own_helpers_all_have_a_class() -> None:
             assert h.klass, f"{h.name} touches global memory and has no class"
     assert {h.klass for h in table} >= {"ld_act", "st_act", "ld_weight", "ld_tag", "ld_sync", "red_sync", "bulk_weight"}
     assert all(h.acquires for h in table if h.name.startswith("ld_sync_acquire"))
+
+
+def test_the_megakernel_passes_and_its_own_planted_faults_are_caught() -> None:
+    compiler = pytest.importorskip("optkit.emit.compile")
+    from test_proofs import planned
+
+    plan = planned("llama_tiny")
+    kernel = compiler.compile_kernel(compiler.KernelSpec.of(plan))
+    got = audit.audit(kernel.cubin, plan)
+    assert {c.name: c.status for c in got} == dict.fromkeys(audit.NAMES, "pass"), got
+    caught = code_faults.plant(kernel.cubin)
+    assert len(caught) == len(code_faults.FAULTS) and all(hit for _, hit in caught), caught

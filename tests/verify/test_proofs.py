@@ -6,15 +6,15 @@ import time
 from dataclasses import replace
 
 import pytest
-from hand_plans import HIDDEN, ROWS, SMS, but, gemv, make, toy, without
+from hand_plans import HIDDEN, ROWS, SMS, but, gemv, heads, make, toy, without
 
+from optkit.checks import Check
 from optkit.models import kimi_k3, llama
 from optkit.models.families import named_config
 from optkit.plan.build import build_plan
 from optkit.plan.choices import Hardware, Parallel, PlanChoices, Sync
 from optkit.plan.types import Access, Buffer, Edge, Plan, Stage
 from optkit.verify import faults
-from optkit.checks import Check
 from optkit.verify.proofs import failed, prove
 
 
@@ -192,6 +192,39 @@ def test_a_slot_is_reused_only_after_all_its_readers(tagged: bool) -> None:
     assert failed(prove(_reuse(tagged, extra_reader=False))) == []
     text = reasons(_reuse(tagged, extra_reader=True), "proof.war")
     assert "a: read by late task 0 (SM 5) is not ordered before the write by w2" in text
+
+
+def _packed(unheard_part: bool) -> Plan:
+    """p -> (q | f) packed on SMs 0-7, q -> heads -> o on SMs 8-11, then p is written again; nobody reads f."""
+    buffers = [Buffer(n, "activation", "bf16", ROWS, HIDDEN, "tagged") for n in ("p", "q", "f", "h", "o")]
+    buffers += [Buffer("s", "state", "f32", 16, HIDDEN), Buffer("state_slot", "input", "i32", ROWS, 1)]
+    q, f = Access("q", step=16, span=16, first=0, count=8), Access("f", step=16, span=16, first=8, count=8)
+    units = 16 if unheard_part else 8
+    packed = replace(gemv("packed", ("p",), "q", HIDDEN), units=units, tasks=8, writes=(q, f) if unheard_part else (q,))
+    late = [
+        replace(s, tasks=4, first_sm=8)
+        for s in (heads("heads", "q", "h", "s"), gemv("o", ("h",), "o", HIDDEN), gemv("again", ("o",), "p", HIDDEN))
+    ]
+    return make([replace(gemv("first", (), "p", HIDDEN), tasks=4, first_sm=8), packed, *late], buffers, sms=12)
+
+
+def test_tasks_hear_together_what_no_task_hears_alone() -> None:
+    assert status(_packed(unheard_part=False))["proof.war"].status == "pass"
+    text = reasons(_packed(unheard_part=True), "proof.war")
+    assert "p: read by packed task 4 (SM 4) is not ordered before the write by again" in text
+
+
+def test_an_sm_whose_rows_may_be_absent_tells_nothing() -> None:
+    """SMs 4-7 read p for words that nobody polls, then take part in `heads`: with one row only SM 4 is heard from."""
+    plan = _packed(unheard_part=True)
+    text = reasons(but(plan, "heads", first_sm=4), "proof.war")
+    assert "p: read by packed task 5 (SM 5) is not ordered" in text
+    i = plan.index["heads"]
+    columns = Stage("heads", "ew", (), 0, 4, 1, 4, 4, "block", (Access("q", step=32, span=32),),
+                    (Access("h", step=32, span=32),), regs=168)  # fmt: skip
+    assert (
+        status(replace(plan, stages=(*plan.stages[:i], columns, *plan.stages[i + 1 :])))["proof.war"].status == "pass"
+    )
 
 
 def test_an_index_read_by_the_lagging_producer_warp_blocks_reuse() -> None:
