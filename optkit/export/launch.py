@@ -25,7 +25,10 @@ from optkit.plan.types import Plan
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32, "i64": torch.int64}
 STEP_INPUTS = {"token": torch.int32, "seq_len": torch.int32, "slot_mapping": torch.int64, "state_slot": torch.int32}
-SPINS = 4_000_000  # polls before a wait gives up: about 3 s at 0.7 us a poll
+TIMEOUT_NS = 2_000_000_000  # a launch takes milliseconds; one that is not over after 2 s never will be
+
+
+TAGGED = 2  # health code of a tagged wait: its stage is the one that should have written the word
 
 
 class KernelAbort(RuntimeError):
@@ -193,8 +196,8 @@ class GpuRunner:
             (dst[:rows] if value.dim() == 1 else dst[:rows, : value.shape[1]]).copy_(value.to(dst.dtype))
         if rows != self.rows:
             words = np.zeros(L.RT_WORDS, np.int64)
-            words[[L.RT_ROWS, L.RT_TABLE_STRIDE, L.RT_BLOCK_SIZE, L.RT_SPINS]] = (
-                rows, self.inputs["block_table"].shape[1], self.block_size, SPINS)
+            words[[L.RT_ROWS, L.RT_TABLE_STRIDE, L.RT_BLOCK_SIZE, L.RT_TIMEOUT]] = (
+                rows, self.inputs["block_table"].shape[1], self.block_size, TIMEOUT_NS)
             for at, name in ((L.RT_TOKEN, "token"), (L.RT_SEQ_LEN, "seq_len"), (L.RT_BLOCK_TABLE, "block_table"),
                              (L.RT_SLOT_MAPPING, "slot_mapping"), (L.RT_STATE_SLOT, "state_slot")):
                 words[at] = self.inputs[name].data_ptr()
@@ -217,11 +220,15 @@ class GpuRunner:
         word = self._word(L.SYNC_HEALTH, 8)
         got = {name: (word >> shift) & ((1 << bits) - 1) for name, shift, bits in L.HEALTH_FIELDS}
         stage = got["stage"] - 1
-        name = self.plan.stages[stage].name if 0 <= stage < len(self.plan.stages) else "before the first stage"
-        waits = self.plan.waits[stage] if 0 <= stage < len(self.plan.stages) else ()
-        raise KernelAbort(f"launch {self.epoch} of plan {self.plan.name!r} gave up: {L.HEALTH_CODES.get(got['code'], got['code'])}, "
-                          f"stage {stage} {name!r}, wait {got['edge']}, SM {got['sm']}; it waits for "
-                          f"{sorted({self.plan.stages[e.src].name for e in waits})}")
+        what, where = L.HEALTH_CODES.get(got["code"], str(got["code"])), f"SM {got['sm']}"
+        if 0 <= stage < len(self.plan.stages):
+            names = [s.name for s in self.plan.stages]
+            if got["code"] == TAGGED:
+                where += f", of stage {stage} {names[stage]!r}"
+            else:
+                waits = sorted({names[e.src] for e in self.plan.waits[stage]})
+                where += f", stage {stage} {names[stage]!r}, wait {got['edge']}; it waits for {', '.join(waits)}"
+        raise KernelAbort(f"launch {self.epoch} of plan {self.plan.name!r} gave up: {what}, {where}")
 
     def reset(self) -> None:
         """Forget an aborted launch: counters, epoch, abort and health words start again from zero."""
