@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from optkit.bench.names import name
+from optkit.bench.names import CHECKPOINT, name
 from optkit.checks import Check, check
 from optkit.export.launch import GpuRunner, LaunchFacts, Module
+from optkit.models.checkpoint import load
 from optkit.models.families import family_of
 from optkit.models.graph import Graph
 from optkit.models.random_weights import random_weights
@@ -63,7 +64,17 @@ class Bench:
         self.sha256 = hashlib.sha256(cubin).hexdigest()
         self.module = Module(cubin, LaunchFacts(kernel["name"], kernel["grid"][0], kernel["block"][0], kernel["dynamic_smem"]))
         self.device = torch.device("cuda")
-        self.weights = random_weights(self.graph, self.model["seed"], self.device)
+        self.weights = self._weights()
+
+    def _weights(self) -> dict[str, Any]:
+        """The run's own checkpoint, or random weights of the same seed drawn on the device."""
+        if not (self.run / CHECKPOINT).is_dir():
+            return random_weights(self.graph, self.model["seed"], self.device)
+
+        def there(t: Any) -> Any:
+            return tuple(x.to(self.device) for x in t) if isinstance(t, tuple) else t.to(self.device)
+
+        return {k: there(t) for k, t in load(self.run / CHECKPOINT, self.graph).items()}
 
     def runner(self, scenario: Scenario) -> GpuRunner:
         """A runner bound to fresh caches of the scenario."""

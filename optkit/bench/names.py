@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+CHECKPOINT = "checkpoint"
+"""Folder of a run directory that holds the weights, where the run made them."""
+
 
 def name(check: str, batch: int | None = None) -> str:
     """"hardware.<check>" or "hardware.<check>@batch<n>"."""

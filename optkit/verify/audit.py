@@ -17,7 +17,7 @@ the Plan's proof, proofs.py), and order inside one unrolled chain of several wai
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from optkit.checks import Check, from_findings
@@ -61,7 +61,7 @@ def audit(
     ]
 
 
-def audit_code(functions: list[sass.Function], memory: Path = MEMORY, repeat: str = "") -> list[Check]:
+def audit_code(functions: Sequence[sass.Function], memory: Path = MEMORY, repeat: str = "") -> list[Check]:
     """The three checks on instructions alone: access, guarded, fences."""
     table = A.helpers(memory)
     return _code_checks([_Kernel(f, memory, table) for f in functions], memory, repeat)

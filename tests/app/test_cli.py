@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, Result, child
+from commands import ROOT, Result, child
 
 from optkit.app import COMMANDS
 from optkit.compose import resolve
@@ -103,7 +103,10 @@ BAD = {
     "plus": (("run", "llama/tiny", "+decode.batch=4"), ["+decode.batch=4"]),
     "wrong type": (("run", "llama/tiny", "decode.context=long"), ["decode.context", "long", "int"]),
     "batch 0": (("run", "llama/tiny", "decode.batch=0"), ["decode.batch", "0", "1 to 8"]),
-    "context beyond the model": (("run", "llama/tiny", "decode.context=99999999"), ["decode.context", "99999999", "llama"]),
+    "context beyond the model": (
+        ("run", "llama/tiny", "decode.context=99999999"),
+        ["decode.context", "99999999", "llama"],
+    ),
     "tp does not divide": (("run", "kimi_k3/tiny", "parallel.tp=3"), ["parallel.tp", "3", "heads"]),
     "layers outside": (("run", "llama/tiny", "model.layers=[0,99]"), ["model.layers", "99"]),
     "foreign family": (("run", "llama/tiny", "model.config=kimi_k3_tiny"), ["model.family", "llama", "kimi_k3"]),

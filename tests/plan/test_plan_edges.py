@@ -198,6 +198,27 @@ def test_tagged_words_prove_only_what_was_polled():
     assert ("b", "d", "x", "war", "counter") in edges_of([a, b, routed, d], "tagged")
 
 
+def test_work_that_may_be_absent_proves_nothing():
+    """A routed unit, or one of a row beyond the run-time count, neither polls nor is polled for certain."""
+    a, b, c = apart(make("a", writes="x"), make("b", "x", "y"), make("c", "y", "x"))
+    war = ("b", "c", "x", "war", "counter")
+    assert war not in edges_of([a, b, c], "tagged")
+    assert war in edges_of([a, b, replace(c, assign="cyclic")], "tagged")
+    assert war in edges_of([a, replace(b, assign="cyclic"), c], "tagged")
+    assert war in edges_of([a, replace(b, row_units=4), c], "tagged")
+
+
+def test_one_part_of_a_task_says_nothing_of_the_rest():
+    """Who polled the words of the first unit does not know that the second, of the same task, has done its reads."""
+    a, b, c = apart(make("a", writes="x"), make("b", "x", tasks=1), make("c", "y1", "x"))
+    own = {"step": 16, "span": 16, "count": 1}
+    two = replace(b, units=2, writes=(Access("y1", first=0, **own), Access("y2", first=1, **own)))
+    one = replace(b, writes=(Access("y1", step=16, span=16),))
+    war = ("b", "c", "x", "war", "counter")
+    assert war in edges_of([a, two, c], "tagged")
+    assert war not in edges_of([a, one, c], "tagged")
+
+
 def test_tags_publish_no_other_memory():
     """A plain store overwritten later must be visible; a tagged chain does not make it so."""
     a, b, c = apart(make("a", writes="x t"), make("b", "x t", "y"), make("c", "y", "x"))

@@ -10,10 +10,13 @@ from plan_cases import GB300, check_order, choices, edges_between, graph, llama,
 
 from optkit.execute.contents import contents
 from optkit.models.emulation import emulation_coefficients
-from optkit.models.graph import Builder
-from optkit.plan.bodies import BODIES
+from optkit.models.graph import Builder, Graph
+from optkit.plan.bodies import BODIES, Shape
 from optkit.plan.build import build_plan
 from optkit.plan.errors import PlanError
+from optkit.plan.fuse import Proto
+from optkit.plan.order import sort
+from optkit.plan.types import Access
 
 ALL = [tiny, llama]
 PART_KEYS = {
@@ -204,3 +207,100 @@ def test_more_sms_change_the_placement_only():
     plan = build_plan(graph("kimi_k3_tiny"), choices(hardware=GB300))
     assert plan.sms == 152 and names(plan) == names(tiny())
     assert max(s.tasks for s in plan.stages) == 152
+
+
+def chain(b: Builder, name: str, x: str, n: int = 64, layer: int = 0) -> str:
+    w = b.weight(f"w.{name}", (n, n))
+    return b.add(name, "linear", (x,), ((name, n, "bf16"),), weights={"w": w}, layer=layer)[0]
+
+
+def start(b: Builder) -> str:
+    return b.add(
+        "embed", "embed", ("token",), (("x", 64, "bf16"),), weights={"w": b.weight("e", (8, 64))}, vocab_start=0
+    )[0]
+
+
+def finish(b: Builder, out: str, layers: int) -> Graph:
+    return b.build(name="g", family="f", rows=8, layers=(0, layers), inputs=("token",), outputs=(out,))
+
+
+def test_a_value_read_far_ahead_keeps_its_buffer():
+    b = Builder()
+    p = start(b)
+    for layer in range(4):
+        p = chain(b, f"L{layer}.v", p, layer=layer)
+    out = b.add("sum", "add", (p, "L0.v", "L1.v"), (("out", 64, "bf16"),), layer=4)[0]
+    g = finish(b, out, 4)
+    plan = build_plan(g, choices())
+    outs = [s.param("parts")[0]["out"] for s in plan.stages if s.body == "gemv"]
+    assert outs == ["v@0", "v@1", "v@2", "v@3"]  # not @0 and @1 again: the sum still needs them
+    assert stage(plan, "sum").param("inputs") == ("v@3", "v@0", "v@1")
+    check_order(plan)
+
+
+def test_a_sum_of_two_projections_of_one_input():
+    """The one that sums waits for the other, so they cannot share a stage."""
+    b = Builder()
+    p = start(b)
+    first, second = chain(b, "L0.first", p), chain(b, "L0.second", p)
+    g = finish(b, b.add("sum", "add", (p, first, second), (("out", 64, "bf16"),))[0], 1)
+    plan = build_plan(g, choices())
+    assert names(plan) == ["embed", "L0.first", "L0.second"]
+    (part,) = stage(plan, "L0.second").param("parts")
+    assert part["epilogue"] == "add" and part["add"] == ("x@0", "first@0")
+    check_order(plan)
+
+
+def test_the_sum_goes_to_a_projection_that_nobody_else_reads():
+    b = Builder()
+    p = start(b)
+    first = chain(b, "L0.first", p)
+    second = chain(b, "L0.second", first)
+    third = chain(b, "L0.third", second)
+    out = b.add("sum", "add", (p, second, third), (("s", 64, "bf16"),))[0]
+    out = b.add("again", "add", (out, first, third), (("out", 64, "bf16"),))[0]
+    plan = build_plan(finish(b, out, 1), choices())
+    assert [s.name for s in plan.stages if s.body == "ew"] == ["sum", "again"]  # third is read twice, second by third
+    b = Builder()
+    p = start(b)
+    first, second = chain(b, "L0.first", p), chain(b, "L0.second", p)
+    third = chain(b, "L0.third", second)
+    out = b.add("sum", "add", (p, first, second), (("s", 64, "bf16"),))[0]
+    out = b.add("again", "add", (out, third), (("out", 64, "bf16"),))[0]
+    plan = build_plan(finish(b, out, 1), choices())
+    (part,) = stage(plan, "L0.first").param("parts")
+    assert part["add"] == ("x@0", "second@0")
+
+
+def test_a_partial_with_another_reader_cannot_be_exchanged():
+    b = Builder()
+    partial = chain(b, "L0.y", start(b))
+    total = b.add("L0.r", "all_reduce", (partial,), (("L0.r", 64, "bf16"),), layer=0, ranks=2, rank=0, seed=1)[0]
+    out = b.add("sum", "add", (total, partial), (("out", 64, "bf16"),))[0]
+    with pytest.raises(PlanError, match="L0.r: its input L0.y has another reader or leaves the graph"):
+        build_plan(finish(b, out, 1), choices(2))
+
+
+def test_a_value_with_another_reader_is_stored():
+    """Its product with the gate cannot replace it."""
+    b = Builder()
+    x = start(b)
+    v, g = chain(b, "L0.v", x), chain(b, "L0.g", x)
+    og = b.add("L0.og", "sigmoid_mul", (v, g), (("L0.og", 64, "bf16"),), layer=0)[0]
+    out = b.add("sum", "add", (v, og), (("out", 64, "bf16"),))[0]
+    plan = build_plan(finish(b, out, 1), choices())
+    assert [s.param("mode") for s in plan.stages if s.body == "ew"] == ["sigmoid_mul", "add"]
+    assert [p["epilogue"] for p in stage(plan, "x.proj").param("parts")] == ["store", "store"]
+
+
+def test_stages_on_one_state_keep_the_order_of_the_graph():
+    """Even where the earlier one becomes ready later."""
+    late = Proto("late", "ew", (), 0, {}, (9.0, 0.0))
+    insert = Proto("insert", "mla_insert", (), 0, {}, (1.0, 0.0))
+    attend = Proto("attend", "attn", (), 0, {}, (2.0, 0.0))
+    shapes = [
+        Shape(1, writes=(Access("kva"),)),
+        Shape(1, reads=(Access("kva"),), writes=(Access("kv"),)),
+        Shape(1, reads=(Access("kv"),), writes=(Access("o"),)),
+    ]
+    assert sort([late, insert, attend], shapes, frozenset({"kv"}), choices()) == [0, 1, 2]
