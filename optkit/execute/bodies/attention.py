@@ -123,7 +123,9 @@ def attn_combine(stage: Stage, units: Sequence[int], mem: Memory) -> None:
             if held:
                 lo, hi = (g * splits * hpg * head for g in (g0, g1))
                 p = mem.load(stage.param("partial"), (row, row + 1), lo, hi).view(g1 - g0, splits, hpg, head)
-                parts = ((x[..., 0].flatten(), x[..., 1].flatten(), x[..., PARTIAL_EXTRA:].flatten(0, 1))
-                         for x in (p[:, s] for s in held))
+                parts = (
+                    (x[..., 0].flatten(), x[..., 1].flatten(), x[..., PARTIAL_EXTRA:].flatten(0, 1))
+                    for x in (p[:, s] for s in held)
+                )
                 out[0] = attention_combine(list(parts)).flatten()
             mem.store(stage.param("out"), out, (row, row + 1), g0 * hpg * dv)
