@@ -113,8 +113,14 @@ class Memory:
     """
 
     def __init__(
-        self, plan: Plan, weights: WeightStore, caches: Mapping[str, StateTensor], device: torch.device
+        self,
+        plan: Plan,
+        weights: WeightStore,
+        caches: Mapping[str, StateTensor],
+        device: torch.device,
+        block_size: int = 1,
     ) -> None:
+        self.block_size = block_size  # tokens of one page of the KV caches
         self.plan, self.weights, self.caches, self.device = plan, weights, caches, device
         self.rows = 0
         self.epoch = 0

@@ -16,6 +16,7 @@ from optkit.execute.memory import ExecutionError
 from optkit.execute.runner import StageRunner
 from optkit.execute.schedule import POLICIES
 from optkit.validate.scenario import Scenario, copy_caches, tensors
+from optkit.validate.threads import one_thread
 
 Bits = list[torch.Tensor]
 
@@ -52,6 +53,7 @@ def repeat(runner: StageRunner, scenario: Scenario, command: str = "") -> Check:
     )
 
 
+@one_thread()
 def orders(
     runner: Executor,
     scenario: Scenario,

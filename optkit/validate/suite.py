@@ -21,6 +21,7 @@ from optkit.validate.per_stage import per_stage
 from optkit.validate.reference import AnyWeights, reference_weights
 from optkit.validate.rollout import rollout
 from optkit.validate.scenario import Scenario
+from optkit.validate.threads import one_thread
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def make(graph: Graph, want: Lengths, block_size: int = 16, device: torch.device
     )
 
 
+@one_thread()
 def validate(
     runner: StageRunner,
     weights: AnyWeights,

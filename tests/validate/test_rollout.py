@@ -16,6 +16,7 @@ from optkit.validate import boundaries, make, repeat, rollout, validate
 from optkit.validate.boundaries import cases
 from optkit.validate.rollout import Trace
 from optkit.validate.scenario import Scenario, tensors
+from optkit.validate.threads import one_thread
 
 LENGTHS = SimpleNamespace(rollout_steps=8, rollout_batch=4, order_seeds=8, order_steps=2, samples=256, seed=0)
 
@@ -177,3 +178,12 @@ def test_scenario_pages_are_disjoint_and_spare_nobody_s() -> None:
     assert len(set(s.state_slot.tolist())) == 8 and 0 not in s.state_slot.tolist()
     written = {int(x) for t in range(s.steps) for x in s.inputs(t)["slot_mapping"]}
     assert len(written) == 8 * 40
+
+
+def test_one_thread_is_for_the_body_only() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
