@@ -108,7 +108,7 @@ def test_kimi_k3_through_the_artifact(k3: Kit, tmp_path: Path) -> None:
 
 def test_kimi_k3_with_an_artifact_that_does_not_fit(k3: Kit, tmp_path: Path) -> None:
     """auto: optkit's torch model serves every step and the log says why, once. The block size, settled only when the
-    caches are allocated (16 before, some 500 after vLLM has aligned it to the recurrent state), still refuses a start."""
+    caches are allocated (16 before, hundreds once vLLM has aligned it to the recurrent state), still refuses a start."""
     with (Server(k3.model, tmp_path / "auto", k3.options("auto", k3.misfit)) as auto,
           Server(k3.model, tmp_path / "blocks", k3.options("require", k3.misfit.with_name("blocks"))) as late):
         refusal = late.wait_refused()
@@ -119,7 +119,7 @@ def test_kimi_k3_with_an_artifact_that_does_not_fit(k3: Kit, tmp_path: Path) -> 
     assert all(r in log for r in stats["reasons"])
     assert_correct(k3, answers)
     assert "is required but cannot be used" in refusal, refusal[-3000:]
-    assert re.search(r"cache block size: engine has [45]\d\d, artifact accepts multiples of 1 up to 64", refusal)
+    assert re.search(r"cache block size: engine has [2-9]\d\d, artifact accepts multiples of 1 up to 64", refusal)
 
 
 def test_refused_to_start(llama: Kit, tmp_path: Path) -> None:
