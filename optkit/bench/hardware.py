@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -37,6 +38,9 @@ from optkit.validate.per_stage import per_stage
 from optkit.validate.rollout import rollout
 from optkit.validate.scenario import Scenario
 
+DISTURBANCES = 24
+SHUFFLES = (0, 1, 5, 7, 13, 17, 131)
+"""Multipliers coprime to 132 SMs; 0 leaves the order alone."""
 REGISTERS = 224
 """288 threads x 224 = 64512 of 65536 registers."""
 
@@ -103,6 +107,13 @@ class Bench:
         runner.raise_if_aborted()
         return sorted(times)[replays // 2]
 
+    def digest(self, s: Scenario) -> str:
+        """sha256 of the outputs and caches of a scenario, from a runner of its own."""
+        h = hashlib.sha256()
+        for t in run_bits(self.runner(s), s):
+            h.update(t.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        return h.hexdigest()
+
     def scenario(self, batch: int, steps: int, **kw: Any) -> Scenario:
         """A scenario on this GPU."""
         return Scenario(self.graph, batch, steps, device=self.device, **kw)
@@ -148,6 +159,29 @@ def measure(run: Path, batches: list[int], steps: int, stage_batch: list[int], s
             bad += [] if same_bits(run_bits(runners[b], scenarios[b]), want[b]) else [b]
         return [check("transitions.bits", not bad, len(bad), 0, f"batches 8, 1, 4, 8 after one another; different: {bad}")], []
 
+    def disturbed() -> tuple[list[Check], list[Numerics]]:
+        """Seeded pauses before waits, signals and copies, SMs in another order, workspace poisoned: the same bits."""
+        s = bench.scenario(8, 2)
+        runner = bench.runner(s)
+        want, bad = run_bits(runner, s), []
+        for seed in range(1, DISTURBANCES + 1):
+            runner.disturb(delay=seed * 2654435761, shuffle=(SHUFFLES[seed % len(SHUFFLES)], seed))
+            runner.poison()
+            bad += [] if same_bits(run_bits(runner, s), want) else [seed]
+        return [check("disturbed.bits", not bad, len(bad), 0, f"{DISTURBANCES} seeds of pauses and SM orders on poisoned "
+                      f"buffers; different: {bad}")], []
+
+    def lifetimes() -> tuple[list[Check], list[Numerics]]:
+        """Create, destroy, create; then two processes at once on this GPU."""
+        s = bench.scenario(4, 3)
+        want = bench.digest(s)
+        again = bench.digest(s)
+        command = [sys.executable, "-m", "optkit.bench.hardware", str(run), "--digest", "--out", "."]
+        both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        said = [p.communicate(timeout=120)[0].strip().splitlines()[-1:] for p in both]
+        return [check("lifetimes.bits", again == want and said == [[want], [want]], sum(x == [want] for x in said) + (again == want), 3,
+                      "a second runner after the first is gone, and two processes at once, give the same bits")], []
+
     def abort() -> tuple[list[Check], list[Numerics]]:
         """A planted missing signal must end the launch and be named; after a reset the same bits as before."""
         s = bench.scenario(2, 1)
@@ -185,6 +219,8 @@ def measure(run: Path, batches: list[int], steps: int, stage_batch: list[int], s
         attempt(("rollout.logits", "rollout.choices"), b, lambda b=b: roll(b))  # type: ignore[misc]
     attempt(("repeat.bits",), batches[-1], lambda: bits(batches[-1]))
     attempt(("transitions.bits",), None, transitions)
+    attempt(("disturbed.bits",), None, disturbed)
+    attempt(("lifetimes.bits",), None, lifetimes)
     attempt(("abort.named",), None, abort)
     times = {b: bench.step_us(b) for b in batches}
     print("  step, us: " + ", ".join(f"batch {b} {t:.1f}" for b, t in times.items()), flush=True)
@@ -239,8 +275,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=64, help="steps of a rollout")
     parser.add_argument("--stage-batches", default="8", help="batch sizes of the teacher-forced checks")
     parser.add_argument("--stage-steps", type=int, default=32, help="steps of the teacher-forced checks (rows x steps >= 256)")
-    parser.add_argument("--launches", type=int, default=100, help="repeated launches that must give the same bits")
+    parser.add_argument("--launches", type=int, default=1000, help="repeated launches that must give the same bits")
+    parser.add_argument("--digest", action="store_true", help="only print the digest of a few steps (used by the checks)")
     args = parser.parse_args(argv)
+    if args.digest:
+        bench = Bench(args.runs[0])
+        print(bench.digest(bench.scenario(4, 3)))
+        return 0
     numbers = [[int(x) for x in s.split(",") if x] for s in (args.batches, args.stage_batches)]
     args.out.mkdir(parents=True, exist_ok=True)
     failed = total = 0

@@ -52,8 +52,10 @@ X_RANKS = X_OUT + 2
 
 # ---- run-time block: 64-bit words written by the host
 (RT_ROWS, RT_TOKEN, RT_SEQ_LEN, RT_BLOCK_TABLE, RT_TABLE_STRIDE, RT_SLOT_MAPPING, RT_STATE_SLOT, RT_BLOCK_SIZE, RT_SYNC,
- RT_TIMEOUT, RT_DELAY, RT_RESERVED) = range(12)
+ RT_TIMEOUT, RT_DELAY, RT_SHUFFLE) = range(12)
 RT_WORDS = 16
+# RT_DELAY: 0, or the seed of pauses of up to 16 us before waits, signals and weight copies (a test of ordering).
+# RT_SHUFFLE: 0, or a | b << 32: CTA i plays SM (a i + b) mod grid, a coprime to the grid.
 
 # ---- sync region, one 128-byte line per word
 LINE = 128

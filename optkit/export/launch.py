@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -147,7 +148,7 @@ class GpuRunner:
         self._outputs = {s.value: b for b, s in content.items() if s.kind == "value" and s.value in graph.outputs}
         self._ids = {i: torch.zeros((L.ROWS, s.param("topk")), dtype=torch.int32, device=self.device)
                      for i, s in enumerate(plan.stages) if s.body == "route"}
-        self.positions = positions
+        self.positions, self.disturbance = positions, (0, 0)
         self._lower()
         self.rt = torch.zeros(L.RT_WORDS, dtype=torch.int64, device=self.device)
         self._launches: dict[tuple[int, int], Launch] = {}
@@ -202,6 +203,7 @@ class GpuRunner:
                              (L.RT_SLOT_MAPPING, "slot_mapping"), (L.RT_STATE_SLOT, "state_slot")):
                 words[at] = self.inputs[name].data_ptr()
             words[L.RT_SYNC] = self.sync.data_ptr()
+            words[[L.RT_DELAY, L.RT_SHUFFLE]] = self.disturbance
             self.rt.copy_(torch.from_numpy(words))
             self.rows = rows
 
@@ -230,6 +232,11 @@ class GpuRunner:
                 where += f", stage {stage} {names[stage]!r}, wait {got['edge']}; it waits for {', '.join(waits)}"
         raise KernelAbort(f"launch {self.epoch} of plan {self.plan.name!r} gave up: {what}, {where}")
 
+    def poison(self) -> None:
+        """Fill the workspace with 0xFF: NaN in every float, a tag that no launch writes."""
+        for t in self.raw.values():
+            t.fill_(0xFF)
+
     def reset(self) -> None:
         """Forget an aborted launch: counters, epoch, abort and health words start again from zero."""
         self.sync.zero_()
@@ -243,6 +250,14 @@ class GpuRunner:
         self._lower()
         self.rows = 0
         self._launches.clear()
+
+    def disturb(self, delay: int = 0, shuffle: tuple[int, int] = (0, 0)) -> None:
+        """Pauses seeded by `delay`, and CTA i playing SM (a i + b) mod grid; zeros: none. Results must keep their bits."""
+        a, b = shuffle
+        if a and gcd(a, self.plan.sms) != 1:
+            raise ValueError(f"shuffle: {a} and {self.plan.sms} CTAs have a common divisor: two would play one SM")
+        self.disturbance = (delay & 0x7FFFFFFF, a | b << 32)
+        self.rows = 0  # written with the next step's row count
 
     @contextmanager
     def without_signal(self, stage: int) -> Iterator[None]:
@@ -282,8 +297,7 @@ class GpuRunner:
                    inject: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Stages [first, last) from poisoned memory; see StageRunner.run_stages."""
         self.bind(inputs)
-        for t in self.raw.values():
-            t.fill_(0xFF)
+        self.poison()
         epoch = self.epoch + 1
         readers = {e.buffer: e.src for i in range(first, last) for e in self.plan.waits[i] if e.kind == "raw" and e.src < first}
         for name, value in inject.items():

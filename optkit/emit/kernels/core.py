@@ -92,6 +92,18 @@ def fail(c, code, stage, edge):
 
 
 @cute.jit
+def pause(c, stage, place):
+    """With a delay seed, sleep up to 16 us at about one in four (stage, CTA, place); costs a compare without one."""
+    if c.delay != Uint32(0):
+        h = (c.delay ^ (Uint32(stage) * Uint32(0x9E3779B1)) ^ (Uint32(c.bid) * Uint32(0x85EBCA77))
+             ^ Uint32(place * 0xC2B2AE3D & 0xFFFFFFFF))
+        h = (h ^ (h >> Uint32(15))) * Uint32(0x2C1B3C6D)
+        h = h ^ (h >> Uint32(12))
+        if (h & Uint32(3)) == Uint32(0):
+            M.P("nanosleep.u32 {$r0};", read_only_args=[(h >> Uint32(8)) & Uint32(0x3FFF)])
+
+
+@cute.jit
 def late(c, stage):
     """Whether the launch is past its deadline. A later stage gets 100 us more, so that the wait whose producer is really
     missing gives up first and is the one that gets recorded, not one of those behind it."""
