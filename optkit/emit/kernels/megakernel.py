@@ -31,8 +31,9 @@ class Megakernel:
     @cute.jit
     def __call__(self, table: Int64, rt: Int64, n: Int32, lo: Int32, hi: Int32, stream: cuda.CUstream):
         """Launch cooperatively: all CTAs must be resident."""
-        self.kernel(table, rt, n, lo, hi).launch(grid=(self.grid, 1, 1), block=(L.THREADS, 1, 1), cooperative=True,
-                                                 min_blocks_per_mp=1, stream=stream)
+        self.kernel(table, rt, n, lo, hi).launch(
+            grid=(self.grid, 1, 1), block=(L.THREADS, 1, 1), cooperative=True, min_blocks_per_mp=1, stream=stream
+        )
 
     @cute.kernel
     def kernel(self, table: Int64, rt: Int64, n: Int32, lo: Int32, hi: Int32):
@@ -67,12 +68,31 @@ class Megakernel:
         shuffle = M.ld_table_b64(rt + L.RT_SHUFFLE * 8)
         if shuffle != Int64(0):
             bid = (bid * Int32(shuffle) + Int32(shuffle >> Int64(32))) % self.grid
-        c = Ctx(self.slots, tagged=self.tagged, tid=tid, bid=bid, warp=warp, lane=lane, g=lane // 4, t=lane % 4, epoch=epoch,
-                sync_base=sync_base, rows=Int32(M.ld_table_b64(rt + L.RT_ROWS * 8)),
-                start=A.globaltimer(), timeout=M.ld_table_b64(rt + L.RT_TIMEOUT * 8),
-                delay=Uint32(Int32(M.ld_table_b64(rt + L.RT_DELAY * 8))), ring=Int32(ring.toint()), x=Int32(x.toint()),
-                red=Int32(red.toint()), scratch=misc0, mix=misc0 + 128, flag=misc0 + 264, full=bars0,
-                empty=bars0 + self.slots * 8, rt=rt)
+        c = Ctx(
+            self.slots,
+            tagged=self.tagged,
+            tid=tid,
+            bid=bid,
+            warp=warp,
+            lane=lane,
+            g=lane // 4,
+            t=lane % 4,
+            epoch=epoch,
+            sync_base=sync_base,
+            rows=Int32(M.ld_table_b64(rt + L.RT_ROWS * 8)),
+            start=A.globaltimer(),
+            timeout=M.ld_table_b64(rt + L.RT_TIMEOUT * 8),
+            delay=Uint32(Int32(M.ld_table_b64(rt + L.RT_DELAY * 8))),
+            ring=Int32(ring.toint()),
+            x=Int32(x.toint()),
+            red=Int32(red.toint()),
+            scratch=misc0,
+            mix=misc0 + 128,
+            flag=misc0 + 264,
+            full=bars0,
+            empty=bars0 + self.slots * 8,
+            rt=rt,
+        )
         if warp == L.WARPS:
             self.produce(c, Int32(desc.toint()) + DESC_BYTES, table, n, lo, hi)
         else:
@@ -146,5 +166,15 @@ class Megakernel:
         return it
 
 
-PLAIN = {1: dense.mixnorm, 2: dense.blockstats, 3: elementwise.embed, 4: kda.kda, 5: attention.mla_insert,
-         6: attention.rope_insert, 7: attention.attn, 8: attention.attn_combine, 9: elementwise.ew, 10: moe.route}
+PLAIN = {
+    1: dense.mixnorm,
+    2: dense.blockstats,
+    3: elementwise.embed,
+    4: kda.kda,
+    5: attention.mla_insert,
+    6: attention.rope_insert,
+    7: attention.attn,
+    8: attention.attn_combine,
+    9: elementwise.ew,
+    10: moe.route,
+}
