@@ -43,10 +43,12 @@ def plan(recipe: Recipe, context: Context) -> None:
 
 
 def check(recipe: Recipe, context: Context) -> None:
-    """The proofs, on the Plan of every pipeline stage."""
+    """The proofs on the Plan of every pipeline stage, and the table the kernel would walk held against it."""
     from optkit.verify.proofs import prove
+    from optkit.verify.table import check_table
 
     plans = context.results["plans"]
     for stage, one in plans.items():
         suffix = f"@stage{stage}" if len(plans) > 1 else ""
         context.take(prove(one, f"optkit check {context.target}"), suffix=suffix)
+        context.take(check_table(one, f"optkit check {context.target}"), suffix=suffix)
