@@ -23,7 +23,7 @@ MISC_BYTES = 512
 
 # ---- descriptor words
 DESC_WORDS = 288
-BODY, UNITS, TASKS, FIRST_SM, ASSIGN, PER_ROW, N_WAITS, SIGNAL, TAG, STREAM, INDEX_WAIT, INDEX_ARRIVALS, ALL_SMS, EXPECT = range(14)
+BODY, UNITS, TASKS, FIRST_SM, ASSIGN, PER_ROW, N_WAITS, SIGNAL, TAG, STREAM, INDEX_WAIT, INDEX_ARRIVALS, ALL_SMS = range(13)
 WAITS = 16  # N_WAITS x (counter address, arrivals per epoch)
 MAX_WAITS = 12
 PARAMS = 40
@@ -48,7 +48,6 @@ DTYPES = ("bf16", "f32", "i32")
 # ---- prologue (gemv, mixnorm, blockstats), relative to PARAMS
 (X_PROLOGUE, X_WIDTH, X_NORM, X_EPS, X_MIX_NORM, X_MIX_PROJ, X_MIX_EPS, X_N, X_STATS, X_STATS_META, X_IN) = range(11)
 X_OUT = X_IN + 2 * MAX_INPUTS  # out operand of mixnorm and blockstats
-X_RANKS = X_OUT + 2
 
 # ---- run-time block: 64-bit words written by the host
 (RT_ROWS, RT_TOKEN, RT_SEQ_LEN, RT_BLOCK_TABLE, RT_TABLE_STRIDE, RT_SLOT_MAPPING, RT_STATE_SLOT, RT_BLOCK_SIZE, RT_SYNC,
@@ -62,10 +61,10 @@ SYNC_COUNTERS = 4 * LINE
 HEALTH_FIELDS = (("code", 0, 8), ("edge", 8, 8), ("stage", 16, 16), ("sm", 32, 16), ("epoch", 48, 16))  # name, shift, bits
 # `stage` is the waiting stage + 1; for a tagged word the stage + 1 that should have written it
 HEALTH_CODES = {1: "wait on a counter", 2: "wait for a tagged word", 3: "wait on a full ring slot",
-                4: "wait on an index", 5: "a second launch while one was running", 6: "launch after an abort"}
+                4: "wait on an index", 5: "a second launch while one was running"}
 
 # ---- operand meta
-META_TAGGED, META_MAIL = 1 << 4, 1 << 5
+META_TAGGED = 1 << 4
 
 
 def f32_bits(x: float) -> int:
@@ -73,10 +72,9 @@ def f32_bits(x: float) -> int:
     return struct.unpack("<I", struct.pack("<f", x))[0]
 
 
-def meta(dtype: str, width: int, *, tagged: bool = False, mail: bool = False, producer: int = 0) -> int:
-    """Operand meta word: bits 0-3 dtype, 4 tagged, 5 mailbox, 8-31 producing stage + 1 (the tag), 32-63 row width."""
-    return (DTYPES.index(dtype) | (META_TAGGED if tagged else 0) | (META_MAIL if mail else 0) | (producer & 0xFFFFFF) << 8
-            | width << 32)
+def meta(dtype: str, width: int, *, tagged: bool = False, producer: int = 0) -> int:
+    """Operand meta word: bits 0-3 dtype, 4 tagged, 8-31 producing stage + 1 (the tag), 32-63 row width."""
+    return DTYPES.index(dtype) | (META_TAGGED if tagged else 0) | (producer & 0xFFFFFF) << 8 | width << 32
 
 
 def tag(epoch: int, stage: int) -> int:
