@@ -87,8 +87,7 @@ class Megakernel:
             if task < i32(d, L.TASKS) and s >= lo and s < hi:
                 it, stop = producer.produce(c, d, task, it, stop)
             A.sync_warp()
-        if stop != Uint32(0):
-            producer.drain(c, it)
+        producer.drain(c, it)
 
     @cute.jit
     def consume(self, c, d, table, n, lo, hi):

@@ -8,7 +8,7 @@ e2m1 pairs unpack in the order (p, p + 4), so x is staged with each 8 values int
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
 
 from optkit.emit import layout as L
 from optkit.emit.kernels import memory as M
@@ -137,11 +137,13 @@ def distinct(c, uniq, topk):
 
 
 @cute.jit
-def fp4_tile(c, slot, x, acc, groups, scale_pitch, weight_lo, weight_hi):
+def fp4_tile(c, slot, x, mask, acc, groups, scale_pitch, weight_lo, weight_hi):
     """acc += scaled tile . x over this warp's groups of 32 columns.
 
-    `weight_lo`, `weight_hi` multiply the two token columns this lane accumulates (1 for gate/up, the routing weight for
-    down). Scales lie at SCALES: row m at m * scale_pitch, one byte per group.
+    `mask` is all ones, or zero where token row c.g has no part in this tile: its x then counts as zeros, whatever stands
+    there (a routing weight of 0 would not do: 0 times the NaN of another request is NaN). `weight_lo`, `weight_hi`
+    multiply the two token columns this lane accumulates (1 for gate/up, the routing weight for down). Scales lie at
+    SCALES: row m at m * scale_pitch, one byte per group.
     """
     a0, a1, a2, a3 = acc
     zero = Float32(0.0)
@@ -150,8 +152,8 @@ def fp4_tile(c, slot, x, acc, groups, scale_pitch, weight_lo, weight_hi):
         lo = unpack_e2m1(M.lds_b32(wa))
         hi = unpack_e2m1(M.lds_b32(wa + 8 * L.PITCH))
         b = M.lds_v4(x + q * 64 + c.t * 16)
-        d0, d1, d2, d3 = mma(lo[0], hi[0], lo[1], hi[1], b[0], b[1], zero, zero, zero, zero)
-        d0, d1, d2, d3 = mma(lo[2], hi[2], lo[3], hi[3], b[2], b[3], d0, d1, d2, d3)
+        d0, d1, d2, d3 = mma(lo[0], hi[0], lo[1], hi[1], b[0] & mask, b[1] & mask, zero, zero, zero, zero)
+        d0, d1, d2, d3 = mma(lo[2], hi[2], lo[3], hi[3], b[2] & mask, b[3] & mask, d0, d1, d2, d3)
         s_lo = exp2_scale(M.lds_u8(slot + L.SCALES + c.g * scale_pitch + q))
         s_hi = exp2_scale(M.lds_u8(slot + L.SCALES + (c.g + 8) * scale_pitch + q))
         a0 = a0 + d0 * (s_lo * weight_lo)
@@ -182,7 +184,8 @@ def expert_gate_up(c, d, task, it):
             for ch in cutlass.range((latent + L.CHUNK_FP4 - 1) // L.CHUNK_FP4, unroll=1):
                 cols = cutlass.min(latent - ch * L.CHUNK_FP4, L.CHUNK_FP4)
                 slot = tile_wait(c, it)
-                acc = fp4_tile(c, slot, c.x + c.g * pitch + ch * (L.CHUNK_FP4 * 2), acc, cols // 32, cols // 32, one, one)
+                acc = fp4_tile(c, slot, c.x + c.g * pitch + ch * (L.CHUNK_FP4 * 2), Uint32(0xFFFFFFFF), acc, cols // 32,
+                               cols // 32, one, one)
                 tile_done(c, it)
                 it += 1
             y0, y1, y2, y3 = reduce_tile(c, acc, parity)
@@ -241,11 +244,13 @@ def expert_down(c, d, task, it):
                 wa = M.lds_f32(weights + (2 * c.t * topk + ka) * 4)
             if kb >= 0:
                 wb = M.lds_f32(weights + ((2 * c.t + 1) * topk + kb) * 4)
-            src = cutlass.max(kx, 0)  # a row without the expert multiplies something finite by weight 0
+            src = Int32(0)
+            mask = Uint32(0)
             if kx >= 0:
                 src = c.g * topk + kx
+                mask = Uint32(0xFFFFFFFF)
             slot = tile_wait(c, it)
-            acc = fp4_tile(c, slot, c.x + src * pitch, acc, inter // 32, inter // 32, wa, wb)
+            acc = fp4_tile(c, slot, c.x + src * pitch, mask, acc, inter // 32, inter // 32, wa, wb)
             tile_done(c, it)
             it += 1
         y = reduce_tile(c, acc, parity)
