@@ -7,6 +7,7 @@ width n is a tensor [rows, n]. Plain data, hashable, no torch.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,6 +138,20 @@ class Graph:
         if what not in cache:
             cache[what] = {x.name: x for x in getattr(self, what)}
         return cache[what]
+
+
+PER_GROUP = ("block_table", "slot_mapping", "state_slot")
+"""Step inputs that a cache group of vLLM may have for itself."""
+
+
+def step_name(inputs: Container[str], name: str, layer: int) -> str:
+    """The step input that a layer reads: "state_slot@3" if there is one for layer 3 alone, else "state_slot".
+
+    vLLM splits the layers of a hybrid model into cache groups, each with a block table, slot mapping and state slots of
+    its own.
+    """
+    own = f"{name}@{layer}"
+    return own if own in inputs else name
 
 
 class Builder:

@@ -7,11 +7,13 @@ dtype, state rows stored in the state's dtype.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from optkit.models.graph import Graph
+from optkit.models.graph import PER_GROUP, Graph
 from optkit.models.ops import OPS, Choices, StateTensor, StepContext, WeightTensor
 from optkit.models.ops.comm import COLLECTIVES, combine
 
@@ -93,6 +95,7 @@ class _Rank:
         adopt: Choices | None,
     ) -> None:
         self.graph, self.weights = graph, weights
+        self.inputs = inputs
         self.ctx = _context(graph, inputs, caches, precision, adopt)
         self.values = {k: inputs[k] for k in graph.inputs if k == "token" or k.startswith("in.")}
 
@@ -108,7 +111,13 @@ class _Rank:
     def step(self, index: int) -> None:
         op = self.graph.ops[index]
         weights = {role: self.weights[name] for role, name in op.weights}
-        self.store(op.outputs, OPS[op.kind].ref(op, [self.read(v) for v in op.inputs], weights, self.ctx))
+        ctx = self.ctx
+        own: dict[str, Any] = {
+            name: self.inputs[f"{name}@{op.layer}"] for name in PER_GROUP if f"{name}@{op.layer}" in self.inputs
+        }
+        if own:
+            ctx = replace(ctx, **own)
+        self.store(op.outputs, OPS[op.kind].ref(op, [self.read(v) for v in op.inputs], weights, ctx))
 
 
 def run(
