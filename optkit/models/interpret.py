@@ -116,7 +116,7 @@ class _Rank:
             name: self.inputs[f"{name}@{op.layer}"] for name in PER_GROUP if f"{name}@{op.layer}" in self.inputs
         }
         if own:
-            ctx = replace(ctx, **own)
+            ctx = replace(ctx, **own)  # type: ignore[arg-type]  # only names of PER_GROUP, all tensors
         self.store(op.outputs, OPS[op.kind].ref(op, [self.read(v) for v in op.inputs], weights, ctx))
 
 
