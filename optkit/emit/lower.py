@@ -56,6 +56,17 @@ def sync_bytes(plan: Plan) -> int:
     return L.SYNC_COUNTERS + len(plan.stages) * L.LINE
 
 
+def sync_image(plan: Plan, epoch: int) -> np.ndarray:
+    """The sync region, uint8 [sync_bytes], as it stands after `epoch` launches: tickets in 64 bits, counters in 32."""
+    image = np.zeros(sync_bytes(plan), np.uint8)
+    for at in (L.SYNC_ENTERED, L.SYNC_EXITED):
+        image[at : at + 8].view(np.uint64)[0] = epoch * plan.sms
+    for stage in signalling(plan):
+        at = L.SYNC_COUNTERS + stage * L.LINE
+        image[at : at + 4].view(np.uint32)[0] = epoch * arrivals(plan, stage) & 0xFFFFFFFF
+    return image
+
+
 def arrivals(plan: Plan, src: int) -> int:
     """Arrivals per launch on a stage's counter."""
     return plan.sms if _barriers(plan) else plan.stages[src].tasks

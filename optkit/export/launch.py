@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from optkit.emit import layout as L
-from optkit.emit.lower import Addresses, StateAddress, lower, sync_bytes
+from optkit.emit.lower import Addresses, StateAddress, lower, sync_bytes, sync_image
 from optkit.execute.contents import contents
 from optkit.models.graph import Graph, State, step_name
 from optkit.plan.types import Plan
@@ -309,6 +309,12 @@ class GpuRunner:
         """Fill the workspace with 0xFF: NaN in every float, a tag that no launch writes."""
         for t in self.raw.values():
             t.fill_(0xFF)
+
+    def start_at(self, epoch: int) -> None:
+        """Go on as if `epoch` launches had been: tests what wraps. Raises ValueError for an epoch that has been already."""
+        if epoch < self.epoch:
+            raise ValueError(f"epoch={epoch}: {self.epoch} launches have been, and their tags are in the buffers")
+        self.sync.copy_(torch.from_numpy(sync_image(self.plan, epoch)))
 
     def reset(self) -> None:
         """Forget an aborted launch: counters, epoch, abort and health words start again from zero."""

@@ -16,6 +16,9 @@ from optkit.emit.lower import (
     limits,
     lower,
     rope_table,
+    signalling,
+    sync_bytes,
+    sync_image,
     waits_of,
     x_bytes,
 )
@@ -165,6 +168,21 @@ def test_real_peers_are_refused_in_words() -> None:
     plan = plan_of(graph, parallel={"tp": 2, "peers": "real"})
     with pytest.raises(ValueError, match=r"parallel\.peers = real"):
         lower(plan, fake(graph, plan))
+
+
+def test_counters_follow_the_epoch_past_two_to_the_32(k3: Graph) -> None:
+    """Launch n adds `arrivals` to a counter; the word a wait compares with is the low half of epoch x arrivals."""
+    plan = plan_of(k3)
+    epoch = 2**32 + 5
+    image = sync_image(plan, epoch)
+    assert len(image) == sync_bytes(plan)
+    assert image[L.SYNC_ENTERED : L.SYNC_ENTERED + 8].view(np.uint64)[0] == epoch * plan.sms
+    signals = signalling(plan)
+    for i in range(len(plan.stages)):
+        at = L.SYNC_COUNTERS + i * L.LINE
+        want = (epoch & 0xFFFFFFFF) * arrivals(plan, i) & 0xFFFFFFFF if i in signals else 0
+        assert image[at : at + 4].view(np.uint32)[0] == want
+    assert not sync_image(plan, 0).any()
 
 
 def test_rotary_table_matches_the_reference_angles() -> None:
