@@ -26,7 +26,7 @@ from optkit.export.backend import CpuBackend, DecodeBackend, StepCounter, TorchB
 from optkit.export.manifest import Artifact
 from optkit.export.support import block_size_reasons, unsupported
 from optkit.export.vllm_caches import Caches
-from optkit.export.vllm_config import Options, facts, graph_of, raw_config
+from optkit.export.vllm_config import Options, facts, graph_of, raw_config, refuse
 from optkit.models import checkpoint
 
 
@@ -55,11 +55,7 @@ class Session:
         """Says why, once, if there are reasons. Raises ValueError with all of them where the artifact is required."""
         if not reasons:
             return False
-        if self.options is not None and self.options.mode == "require":
-            raise ValueError(f"optkit: artifact {artifact.path} is required but cannot be used:\n"
-                             + "\n".join(f"  - {r}" for r in reasons))
-        log.warning("optkit: artifact %s is not used, %s runs every step, because: %s", artifact.path, self.fallback,
-                    "; ".join(reasons))
+        refuse(artifact, self.options.mode if self.options is not None else "auto", reasons, self.fallback)
         self.artifact = None
         self.counter.artifact, self.counter.reasons = "", tuple(reasons)
         self.counter.save()
