@@ -18,9 +18,9 @@ LOWEST = -150
 
 
 def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """2^exponent for whole exponents in [-150, 150], exactly (exp2 of an integer need not be exact in f32)."""
+    """2^exponent, exactly (exp2 of an integer need not be exact in f32); exponents are clamped to [-150, 150]."""
     table = torch.tensor([2.0**e for e in range(LOWEST, 1 - LOWEST)], dtype=dtype, device=exponent.device)
-    return table[exponent.long() - LOWEST]
+    return table[exponent.long().clamp(LOWEST, -LOWEST) - LOWEST]
 
 
 def expand_e4m3(elements: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
