@@ -13,6 +13,7 @@ from optkit.models.graph import MX_GROUP
 from optkit.models.ops import mxfp4
 
 E4M3_MAX = 448.0
+"""The largest e4m3 magnitude."""
 LOWEST = -150
 """No exponent below this occurs: ue8m0 ends at 2^-127."""
 
@@ -40,19 +41,3 @@ def expand(w: Tensor | tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     if elements.dtype == torch.uint8:
         return mxfp4.dequantise(elements, scales, dtype)
     return expand_e4m3(elements, scales, dtype)
-
-
-def quantise_e4m3(w: Tensor, row_block: int) -> tuple[Tensor, Tensor]:
-    """w [out, in] -> (elements, scales), the smallest power of two that keeps a group (row_block x 32) within e4m3.
-
-    row_block is 32 for tiles, 1 for rows. Elements round to nearest even.
-    """
-    out, width = w.shape
-    rows, cols = -(-out // row_block), -(-width // MX_GROUP)
-    padded = torch.zeros(rows * row_block, cols * MX_GROUP, dtype=torch.float64, device=w.device)
-    padded[:out, :width] = w
-    tiles = padded.reshape(rows, row_block, cols, MX_GROUP)
-    _, exponent = torch.frexp(tiles.abs().amax((1, 3)).clamp(min=2.0**-100) / E4M3_MAX)
-    elements = tiles / power_of_two(exponent, torch.float64)[:, None, :, None]
-    elements = elements.reshape(padded.shape)[:out, :width].to(torch.float8_e4m3fn)
-    return elements, (exponent + 127).to(torch.uint8)
