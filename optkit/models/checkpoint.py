@@ -264,11 +264,7 @@ def random_tensors(config_json: Mapping[str, Any], seed: int = 0) -> Iterator[di
     config = module.Config.from_hf(config_json)
     tied = has_tied_head(module.build(config, rows=1))
     for group in _groups(checkpoint_weights(module, config)):
-        out = {
-            s.name: _blank(_stored_shape(s), TORCH_DTYPE[s.dtype])
-            for w in group
-            for s in packing.sources(w, 1)
-        }
+        out = {s.name: _blank(_stored_shape(s), TORCH_DTYPE[s.dtype]) for w in group for s in packing.sources(w, 1)}
 
         def write(name: str, region: Region, part: Tensor, out: dict[str, Tensor] = out) -> None:
             if all(s == slice(None) for s in region):

@@ -336,7 +336,9 @@ def build(
     for bound in layers or ():
         if bound not in (*config.cuts(), config.num_layers):
             allowed = ", ".join(map(str, (*config.cuts(), config.num_layers)))
-            raise ValueError(f"layers: {layers}: expected bounds among {allowed}, where no source's readers are cut off")
+            raise ValueError(
+                f"layers: {layers}: expected bounds among {allowed}, where no source's readers are cut off"
+            )
     return _Step(config, cache_format, rows=rows, tp=tp, rank=rank, layers=layers, peers=peers, seed=seed).build()
 
 
@@ -428,7 +430,9 @@ class _Step(StepBuilder):
 
     def turn(self, name: str, x: str, heads: int, dim: int, layer: int, inverse: bool = False) -> str:
         out = ((name, heads * dim, "bf16"),)
-        return self.b.add(name, "rope_tail", (x,), out, layer=layer, heads=heads, inverse=inverse, **self.rotary(layer))[0]
+        return self.b.add(
+            name, "rope_tail", (x,), out, layer=layer, heads=heads, inverse=inverse, **self.rotary(layer)
+        )[0]
 
     def insert(self, name: str, x: str, state: str, norm: str, width: int, ratio: int, what: str, layer: int) -> None:
         self.b.add(
@@ -454,9 +458,7 @@ class _Step(StepBuilder):
         qc = self.norm(v + "qc", qa, n + "q_norm.weight", c.q_lora_rank, layer)
         q = self.linear(v + "q", qc, n + "wq_b.weight", width, c.q_lora_rank, layer, shard=0, form=form)
         q = self.turn(v + "qr", q, heads, dim, layer)
-        window = b.state(
-            v + "window", "kv", (dim,), "bf16", layer, window=c.window, format=self.formats["window"]
-        )
+        window = b.state(v + "window", "kv", (dim,), "bf16", layer, window=c.window, format=self.formats["window"])
         self.insert(v + "insert", kv, window, n + "kv_norm.weight", dim, 1, "window", layer)
         if layer in c.kv_sources:
             self.compress(x, v, n, layer)
@@ -532,14 +534,12 @@ class _Step(StepBuilder):
             iq = b.add(v + "iz", "quantise", (iq,), out, layer=layer, heads=heads, format=grid)[0]
         iw = self.linear(v + "iw", x, n + "weights_proj.weight", heads, c.hidden_size, layer, "f32")
         publishes, restricted = layer == c.candidate_source, 0 <= c.candidate_source < layer
-        made = ((v + "sel", c.index_topk, "i32"),)
-        if publishes:
-            made += ((v + "blocks", c.candidate_blocks, "i32"),)
+        chosen = ((v + "sel", c.index_topk, "i32"), (v + "blocks", c.candidate_blocks, "i32"))
         self.sel, *blocks = b.add(
             v + "select",
             "index_select",
             (iq, iw, self.blocks) if restricted else (iq, iw),
-            made,
+            chosen if publishes else chosen[:1],
             states={"keys": self.keys[c.source_of(layer)]},
             layer=layer,
             heads=heads,
@@ -557,7 +557,7 @@ class _Step(StepBuilder):
         """Routed experts and the shared expert on the same full-width input; their partials are summed in f32."""
         c, b = self.c, self.b
         hidden, inter, topk = c.hidden_size, c.moe_intermediate_size // self.tp, c.experts_per_token
-        limit = {"act": "clamped_silu", "beta": c.swiglu_limit, "linear_beta": c.swiglu_limit}
+        limit: dict[str, Any] = {"act": "clamped_silu", "beta": c.swiglu_limit, "linear_beta": c.swiglu_limit}
         logits = self.linear(v + "logits", x, n + "gate.weight", c.num_experts, hidden, layer, "f32")
         ids, wts = b.add(
             v + "route",

@@ -134,10 +134,10 @@ def run(
     """One decode step of one rank; caches are updated in place.
 
     `inputs` holds every name of graph.inputs: token i32 [R], seq_len i32 [R] (with the new token), block_table i32
-    [R, max_blocks], slot_mapping i64 [R], state_slot i32 [R], where the graph names it lookback i32 [R, k]; for a later pipeline stage also "in.p" and "in.block{j}"
-    [R, H]. R is the number of rows given. Returns every value by name, [R, width], in float64 ("f64") or the value's
-    dtype ("bf16"). `adopt` takes over another implementation's top-k choices within their score error (ChoiceError
-    otherwise).
+    [R, max_blocks], slot_mapping i64 [R], state_slot i32 [R], where the graph names it lookback i32 [R, k]; for a later
+    pipeline stage also what the stage before hands over ("in.p" and "in.block{j}" [R, H], or the family's own). R is the
+    number of rows given. Returns every value by name, [R, width], in float64 ("f64") or the value's dtype ("bf16").
+    `adopt` takes over another implementation's top-k choices within their score error (ChoiceError otherwise).
     """
     rank = _Rank(graph, weights, inputs, caches, precision, adopt)
     for i in range(len(graph.ops)):

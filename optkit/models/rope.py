@@ -41,7 +41,9 @@ def inverse_frequencies(dim: int, theta: float, scaling: Scaling = ()) -> tuple[
     return tuple(out)
 
 
-def _yarn(plain: list[float], theta: float, factor: float, fast: float, slow: float, original: float) -> tuple[float, ...]:
+def _yarn(
+    plain: list[float], theta: float, factor: float, fast: float, slow: float, original: float
+) -> tuple[float, ...]:
     dim = 2 * len(plain)
 
     def pair(turns: float) -> float:

@@ -39,7 +39,7 @@ def token_classes(path: Path) -> Tensor:
             normalizers.Replace(LONE_BLANK, " "),
         ]
     )
-    first: dict[str, int] = {}
+    first: dict[str | None, int] = {}
     classes = []
     for token in range(tokenizer.get_vocab_size(with_added_tokens=True)):
         text = tokenizer.decode([token], skip_special_tokens=False)

@@ -79,7 +79,9 @@ def test_layer_types(published: deepseek_v41.Config) -> None:
         assert g.op(f"L{layer}.select").inputs[2] == "L20.blocks"
         assert g.op(f"L{layer}.select").state("keys") == "L20.keys"
     assert len(g.op("L8.select").inputs) == 2
-    reads = {i: (dict(g.op(f"L{i}.o").states).get("compressed"), g.op(f"L{i}.o").inputs[1:]) for i in (1, 7, 19, 23, 39)}
+    reads = {
+        i: (dict(g.op(f"L{i}.o").states).get("compressed"), g.op(f"L{i}.o").inputs[1:]) for i in (1, 7, 19, 23, 39)
+    }
     assert reads == {
         1: (None, ()),
         7: ("L2.compressed", ("L2.sel",)),

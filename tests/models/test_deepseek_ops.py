@@ -110,9 +110,7 @@ def test_grids_equal_numpy_and_casts(dtype: torch.dtype) -> None:
         got = cache_formats.round_rows(x.to(dtype), name, 64)
         assert torch.equal(got.double(), torch.from_numpy(want)), name
         assert torch.equal(got.to(torch.bfloat16).to(dtype), got), f"{name}: not exact in bf16"
-    assert torch.equal(
-        cache_formats.round_e4m3(x.clamp(-448, 448)), x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    )
+    assert torch.equal(cache_formats.round_e4m3(x.clamp(-448, 448)), x.clamp(-448, 448).to(torch.float8_e4m3fn).float())
     assert torch.equal(cache_formats.round_bf16(x), x.bfloat16().float())
     with pytest.raises(ValueError, match="format: 'int8': expected one of none, fp8_32"):
         cache_formats.round_rows(x, "int8")

@@ -16,7 +16,9 @@ from optkit.models.ops.base import StepContext, WeightTensor, register
 from optkit.models.rope import Scaling, inverse_frequencies
 
 
-def rotate_tail(x: Tensor, position: Tensor, rope: int, theta: float, scaling: Scaling, inverse: bool = False) -> Tensor:
+def rotate_tail(
+    x: Tensor, position: Tensor, rope: int, theta: float, scaling: Scaling, inverse: bool = False
+) -> Tensor:
     """x [R, ..., dim]: channels (dim - rope + 2i, + 1) turned by position [R] * f_i, backwards if `inverse`."""
     freq = torch.tensor(inverse_frequencies(rope, theta, scaling), dtype=x.dtype, device=x.device)
     angle = position.to(x.dtype).reshape(-1, *[1] * (x.dim() - 1)) * (-freq if inverse else freq)
