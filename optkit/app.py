@@ -1,4 +1,4 @@
-"""The `optkit` command: ls, show, check, cp, run, sweep, doctor, and plain Hydra overrides.
+"""The `optkit` command: ls, show, check, cp, run, sweep, evidence, checkpoint, doctor, and plain Hydra overrides.
 
 Exit codes: 0 nothing failed, 1 a check failed, 2 bad input (one line per problem on standard error, nothing written).
 Everything heavy is imported by the command that needs it.
@@ -23,6 +23,8 @@ commands
   optkit cp RECIPE DEST.yaml             a copy to edit
   optkit run RECIPE [KEY=VALUE ...]      everything: model, plan, check, emit, validate, export, evidence
   optkit sweep recipe=A,B KEY=V1,V2 ...  the whole grid, one process and folder per job
+  optkit evidence show|verify|merge RUN  what is known about a run; digests again; hardware results into it
+  optkit checkpoint CONFIG DIR           a checkpoint with random weights, for trying things out
   optkit doctor                          versions, GPU and plugins of this machine
 
 examples
@@ -186,6 +188,37 @@ def _doctor(argv: Sequence[str]) -> int:
     return doctor()
 
 
+def _evidence(argv: Sequence[str]) -> int:
+    from optkit.evidence import main_evidence
+    from optkit.export.seal import seal
+
+    return main_evidence(argv, seal)
+
+
+def _checkpoint(argv: Sequence[str]) -> int:
+    parser = _parser(
+        "checkpoint",
+        "Write a checkpoint with random weights for a model configuration (safetensors, config.json).",
+        "optkit checkpoint kimi_k3_tiny ./tiny-k3 --shards 2",
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a packaged configuration, or the path of a config.json")
+    parser.add_argument("dir", metavar="DIR", type=Path, help="a folder that does not exist yet")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default 0)")
+    parser.add_argument("--shards", type=int, default=1, help="safetensors files to spread them over (default 1)")
+    args = parser.parse_args(argv)
+    from optkit.build import read_config
+    from optkit.models.checkpoint import write_random
+
+    try:
+        path = write_random(args.dir, read_config(args.config, "command line"), args.seed, args.shards)
+    except (ValueError, OSError) as err:
+        if isinstance(err, UserError):
+            raise
+        raise UserError(f"optkit checkpoint: {line}" for line in str(err).splitlines()) from err
+    print(f"{path}: {sum(f.stat().st_size for f in path.iterdir()) / 1e6:.1f} MB")
+    return 0
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "ls": _ls,
     "show": _show,
@@ -193,6 +226,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "cp": _cp,
     "run": _run,
     "sweep": _sweep,
+    "evidence": _evidence,
+    "checkpoint": _checkpoint,
     "doctor": _doctor,
 }
 

@@ -41,7 +41,7 @@ def model_source(resolved: Resolved) -> ModelSource:
     """
     recipe, where = resolved.recipe, resolved.source
     name = recipe.model.config
-    config_json = _config_json(name, where("model.config"))
+    config_json = read_config(name, where("model.config"))
     try:
         module = families.family_of(config_json)
         if module.FAMILY != recipe.model.family:
@@ -110,7 +110,7 @@ def plan_choices(resolved: Resolved) -> PlanChoices:
     )
 
 
-def load_weights(resolved: Resolved, source: ModelSource, graph: Graph) -> dict[str, Any]:
+def load_weights(resolved: Resolved, graph: Graph) -> dict[str, Any]:
     """The rank's weights: from `model.checkpoint`, or random ones seeded by `model.seed`.
 
     Raises UserError naming everything wrong with the checkpoint.
@@ -137,8 +137,8 @@ def model_json(resolved: Resolved, source: ModelSource, graph: Graph) -> dict[st
             "seed": resolved.recipe.model.seed}
 
 
-def _config_json(name: str, where: str) -> dict[str, Any]:
-    """A packaged configuration by name, or a file by path."""
+def read_config(name: str, where: str) -> dict[str, Any]:
+    """A packaged configuration by name, or a file by path. `where` says who asked, for the error."""
     path = Path(name).expanduser()
     if not (name.endswith(".json") or "/" in name):
         try:

@@ -27,7 +27,6 @@ PACKAGES = (  # distribution, what is lost without it
     ("cuda-bindings", "no kernel can be launched"),
     ("nvidia-cuda-nvdisasm", "compiled code cannot be audited"),
     ("joblib", "sweeps run one job at a time"),
-    ("matplotlib", "the report has no plots"),
 )
 
 

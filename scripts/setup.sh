@@ -20,7 +20,7 @@ if [ -z "$python" ]; then
     exit 2
 fi
 
-# setup NAME FILE...: run pip steps unless the stamp says that these files are installed already.
+# up_to_date NAME FILE...: whether what these files ask for is installed; stamp NAME FILE...: note that it is.
 up_to_date() {
     local stamp=.venv/optkit-$1-stamp
     shift
@@ -34,11 +34,16 @@ stamp() {
 
 run_files=(requirements/run.txt pyproject.toml scripts/setup.sh)
 test_files=("${run_files[@]}" requirements/test.txt requirements/test-no-deps.txt)
-pip() { .venv/bin/python -m pip --disable-pip-version-check -q "$@"; }
+pip() { .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; }  # errors only
 
 if ! up_to_date run "${run_files[@]}"; then
     echo "setup: installing what the main job needs into .venv (about 2 minutes, 3 GB)" >&2
-    [ -x .venv/bin/python ] || "$python" -m venv .venv || { echo "setup: cannot make a virtual environment (Debian: apt install python3-venv)" >&2; exit 2; }
+    .venv/bin/python -m pip --version > /dev/null 2>&1 || rm -rf .venv  # absent, or left half made
+    if [ ! -d .venv ] && ! "$python" -m venv .venv; then
+        rm -rf .venv
+        echo "setup: cannot make a virtual environment (Debian: apt install python3-venv)" >&2
+        exit 2
+    fi
     pip install -r requirements/run.txt
     pip install --no-deps --no-build-isolation -e .
     stamp run "${run_files[@]}"

@@ -11,11 +11,15 @@ import ast
 import statistics
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "optkit"
@@ -33,8 +37,8 @@ PARTS: dict[str, set[str]] = {
     "report": {"models", "plan", "validate"},
 }
 """Which part may import which. Modules directly under optkit/ (the command line) may import every part."""
-ANYONE = {"", "evidence", "errors"}
-"""Imported by any part: the package itself (its version), the evidence types, the error type."""
+ANYONE = {"", "checks", "evidence", "errors"}
+"""Imported by any part: the package itself (its version), the check record, the evidence types, the error type."""
 PATHS = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -91,6 +95,24 @@ def test_libraries_stay_where_they_belong(path: Path) -> None:
     for module, line in imports(path):
         top = module.split(".")[0]
         assert part(path) in where.get(top, {part(path)}), f"{name(path)}:{line}: {part(path)} must not import {top}"
+
+
+def test_every_library_is_declared() -> None:
+    """What optkit imports is in pyproject.toml, not just there by luck of another package's needs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [r for group in project["optional-dependencies"].values() for r in group]
+    declared = {canonicalize_name(Requirement(r).name) for r in [*project["dependencies"], *extras]}
+    distributions = {
+        **metadata.packages_distributions(),
+        "cutlass": ["nvidia-cutlass-dsl"],
+    }  # found through a .pth file
+    for path in PATHS:
+        for module, line in imports(path):
+            top = module.split(".")[0]
+            if top in sys.stdlib_module_names or top in ("optkit", "vllm"):  # vLLM loads optkit, never the reverse
+                continue
+            owners = {canonicalize_name(d) for d in distributions.get(top, [top])}
+            assert owners & declared, f"{name(path)}:{line}: {top}"
 
 
 BLOCKED = """
@@ -160,7 +182,11 @@ def decisions(path: Path) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree(path)):
         if isinstance(node, (ast.Compare, ast.MatchValue)):
             yield from ((s, node.lineno) for s in literals(node))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("startswith", "endswith"):
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("startswith", "endswith")
+        ):
             yield from ((s, node.lineno) for s in literals(node))
 
 

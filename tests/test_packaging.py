@@ -20,7 +20,9 @@ BUILD = "import os, sys; os.chdir(sys.argv[1]); from setuptools import build_met
 def build(source: Path, kind: str, out: Path) -> Path:
     """`build_wheel` or `build_sdist` by the build backend itself: no network, no isolation."""
     out.mkdir(exist_ok=True)
-    done = subprocess.run([sys.executable, "-c", BUILD, str(source), kind, str(out)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, str(source), kind, str(out)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return out / done.stdout.splitlines()[-1]
 
@@ -48,7 +50,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp / "unpacked", filter="data")
     (unpacked,) = (tmp / "unpacked").iterdir()
-    return {"sdist": sdist, "wheel": build(source, "build_wheel", tmp / "wheel"), "again": build(unpacked, "build_wheel", tmp / "again")}
+    return {
+        "sdist": sdist,
+        "wheel": build(source, "build_wheel", tmp / "wheel"),
+        "again": build(unpacked, "build_wheel", tmp / "again"),
+    }
 
 
 @pytest.mark.parametrize("kind", ["wheel", "again"])
@@ -70,18 +76,34 @@ def test_the_source_has_the_files_this_test_is_about() -> None:
 def test_an_installed_wheel_works_from_elsewhere(built: dict[str, Path], tmp_path: Path) -> None:
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site), str(built["wheel"])]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(site),
+        str(built["wheel"]),
+    ]
     done = subprocess.run(pip, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "OPTKIT_RECIPES")}
 
     def optkit(*args: str) -> str:
         command = [sys.executable, str(site / "bin/optkit"), *args]
-        done = subprocess.run(command, cwd=elsewhere, env={**env, "PYTHONPATH": str(site)}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=elsewhere, env={**env, "PYTHONPATH": str(site)}, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    expected = sorted(p.relative_to(PACKAGE / "conf/recipe").with_suffix("").as_posix() for p in PACKAGE.rglob("conf/recipe/**/*.yaml"))
+    expected = sorted(
+        p.relative_to(PACKAGE / "conf/recipe").with_suffix("").as_posix()
+        for p in PACKAGE.rglob("conf/recipe/**/*.yaml")
+    )
     assert [line.split()[0] for line in optkit("ls").splitlines()] == expected
     for recipe in expected:
         assert f"# conf/recipe/{recipe}.yaml" in optkit("show", recipe)

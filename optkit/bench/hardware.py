@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 
-from optkit.bench.names import name
+from optkit.bench.names import CHECKPOINT, name
 from optkit.checks import Check, check
-from optkit.export.launch import GpuRunner, LaunchFacts, Module
+from optkit.emit.lower import signalling
+from optkit.export.launch import GpuRunner, KernelAbort, LaunchFacts, Module
+from optkit.models.checkpoint import load
 from optkit.models.families import family_of
 from optkit.models.graph import Graph
 from optkit.models.random_weights import random_weights
@@ -45,7 +47,7 @@ def build_graph(model: dict[str, Any]) -> Graph:
     args = dict(model["build"])
     if args.get("layers"):
         args["layers"] = tuple(args["layers"])
-    return family.build(family.Config.from_hf(model["config"], **model.get("keys", {})), **args)
+    return family.build(replace(family.Config.from_hf(model["config"]), **model.get("keys", {})), **args)
 
 
 class Bench:
@@ -63,7 +65,17 @@ class Bench:
         self.sha256 = hashlib.sha256(cubin).hexdigest()
         self.module = Module(cubin, LaunchFacts(kernel["name"], kernel["grid"][0], kernel["block"][0], kernel["dynamic_smem"]))
         self.device = torch.device("cuda")
-        self.weights = random_weights(self.graph, self.model["seed"], self.device)
+        self.weights = self._weights()
+
+    def _weights(self) -> dict[str, Any]:
+        """The run's own checkpoint, or random weights of the same seed drawn on the device."""
+        if not (self.run / CHECKPOINT).is_dir():
+            return random_weights(self.graph, self.model["seed"], self.device)
+
+        def there(t: Any) -> Any:
+            return tuple(x.to(self.device) for x in t) if isinstance(t, tuple) else t.to(self.device)
+
+        return {k: there(t) for k, t in load(self.run / CHECKPOINT, self.graph).items()}
 
     def runner(self, scenario: Scenario) -> GpuRunner:
         """A runner bound to fresh caches of the scenario."""
@@ -71,14 +83,35 @@ class Bench:
                          max_blocks=scenario.blocks_per_row, block_size=scenario.block_size,
                          positions=max(scenario.starts) + scenario.steps + 1)
 
+    def step_us(self, batch: int, replays: int = 50) -> float:
+        """Median time of one step replayed as a CUDA graph, in microseconds. The same inputs every time, so small
+        models are served by L2 and routed experts repeat: a figure of overhead, not of bandwidth."""
+        s = self.scenario(batch, 1)
+        runner = self.runner(s)
+        runner.step(s.inputs(0))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            runner.launch()
+        times = []
+        for _ in range(replays):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3)
+        runner.raise_if_aborted()
+        return sorted(times)[replays // 2]
+
     def scenario(self, batch: int, steps: int, **kw: Any) -> Scenario:
         """A scenario on this GPU."""
         return Scenario(self.graph, batch, steps, device=self.device, **kw)
 
 
 def measure(run: Path, batches: list[int], steps: int, stage_batch: list[int], stage_steps: int, launches: int,
-            command: str) -> dict[str, Any]:
-    """All checks of one run directory: a hardware record ("optkit-hardware/1") that `optkit evidence merge` takes."""
+            command: str) -> tuple[dict[str, Any], dict[int, float]]:
+    """All checks of one run directory: a hardware record ("optkit-hardware/1") that `optkit evidence merge` takes, and
+    microseconds of a step by batch."""
     begun = time.time()
     bench = Bench(run)
     checks: list[Check] = []
@@ -104,6 +137,36 @@ def measure(run: Path, batches: list[int], steps: int, stage_batch: list[int], s
         s = bench.scenario(batch, max(steps, -(-MIN_SAMPLES // batch)))
         return rollout(bench.runner(s), bench.graph, bench.weights, s, command)
 
+    def transitions() -> tuple[list[Check], list[Numerics]]:
+        """8 -> 1 -> 4 -> 8 rows on one runner: one epoch, one set of counters and tags for all batches."""
+        scenarios = {b: bench.scenario(b, 2) for b in (8, 1, 4)}
+        runners = {b: bench.runner(s) for b, s in scenarios.items()}
+        want = {b: run_bits(runners[b], s) for b, s in scenarios.items()}
+        shared, bad = runners[8], []
+        for b in (8, 1, 4, 8):
+            runners[b].adopt(shared)
+            bad += [] if same_bits(run_bits(runners[b], scenarios[b]), want[b]) else [b]
+        return [check("transitions.bits", not bad, len(bad), 0, f"batches 8, 1, 4, 8 after one another; different: {bad}")], []
+
+    def abort() -> tuple[list[Check], list[Numerics]]:
+        """A planted missing signal must end the launch and be named; after a reset the same bits as before."""
+        s = bench.scenario(2, 1)
+        runner = bench.runner(s)
+        want = run_bits(runner, s)
+        victim = max(signalling(bench.plan))
+        seen = ""
+        with runner.without_signal(victim):
+            try:
+                runner.step(s.inputs(0))
+            except KernelAbort as e:
+                seen = str(e)
+        runner.reset()
+        again = same_bits(run_bits(runner, s), want)
+        named = bench.plan.stages[victim].name in seen
+        return [check("abort.named", named and again, int(named) + int(again), 2,
+                      f"signal of {bench.plan.stages[victim].name} left out: {seen or 'nothing was raised'}; after reset "
+                      f"{'the same bits' if again else 'different bits'}")], []
+
     def bits(batch: int) -> tuple[list[Check], list[Numerics]]:
         s = bench.scenario(batch, 4)
         runner = bench.runner(s)
@@ -121,11 +184,40 @@ def measure(run: Path, batches: list[int], steps: int, stage_batch: list[int], s
     for b in batches:
         attempt(("rollout.logits", "rollout.choices"), b, lambda b=b: roll(b))  # type: ignore[misc]
     attempt(("repeat.bits",), batches[-1], lambda: bits(batches[-1]))
+    attempt(("transitions.bits",), None, transitions)
+    attempt(("abort.named",), None, abort)
+    times = {b: bench.step_us(b) for b in batches}
+    print("  step, us: " + ", ".join(f"batch {b} {t:.1f}" for b, t in times.items()), flush=True)
     return {"schema": "optkit-hardware/1", "cubin_sha256": bench.sha256, "gpu": torch.cuda.get_device_name(0),
             "driver": driver_version(), "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begun)), "command": command,
             "versions": {"torch": torch.__version__, "plan": bench.plan.digest,
                          "peers": dict(bench.plan.parallel)["peers"] if dict(bench.plan.parallel)["tp"] > 1 else "none"},
-            "checks": [c.as_dict() for c in checks], "numerics": numerics}
+            "checks": [c.as_dict() for c in checks], "numerics": numerics}, times
+
+
+def recipe_of(run: Path) -> str:
+    """outputs/<family>/<recipe>/<time> -> "<family>/<recipe>"."""
+    parts = run.resolve().parts
+    return "/".join(parts[-3:-1])
+
+
+def benchmark(recipe: str, record: dict[str, Any], times: dict[int, float], steps: int) -> dict[str, Any]:
+    """The committed figures of a recipe ("optkit-benchmark/1"): one row a batch size."""
+    rows = []
+    for b, us in times.items():
+        mine = [c for c in record["checks"] if c["name"].endswith(f"@batch{b}")]
+        logits = next(c for c in mine if "rollout.logits" in c["name"])
+        rows.append({"batch": b, "status": "fail" if any(c["status"] == "fail" for c in mine) else "pass",
+                     "steps": max(steps, -(-MIN_SAMPLES // b)), "worst_of_limit": logits["value"], "step_us": round(us, 1)})
+    return {"schema": "optkit-benchmark/1", "recipe": recipe, "rows": rows,
+            **{k: record[k] for k in ("gpu", "driver", "time", "command", "cubin_sha256", "versions")}}
+
+
+def save(path: Path, data: dict[str, Any]) -> None:
+    """Write JSON in one step."""
+    tmp = path.with_suffix(".tmp")
+    tmp.write_text(json.dumps(data, indent=1) + "\n")
+    tmp.replace(path)
 
 
 def driver_version() -> str:
@@ -155,14 +247,13 @@ def main(argv: list[str] | None = None) -> int:
     for run in args.runs:
         command = (f"python -m optkit.bench.hardware {run} --batches {args.batches} --steps {args.steps} --stage-batches "
                    f"{args.stage_batches} --stage-steps {args.stage_steps} --launches {args.launches} --out {args.out}")
-        record = measure(run, numbers[0], args.steps, numbers[1], args.stage_steps, args.launches, command)
-        path = args.out / f"{'-'.join(run.parts[-3:-1]) or run.name}.json".lstrip("-")
-        tmp = path.with_suffix(".tmp")
-        tmp.write_text(json.dumps(record, indent=1) + "\n")
-        tmp.replace(path)
+        record, times = measure(run, numbers[0], args.steps, numbers[1], args.stage_steps, args.launches, command)
+        stem = recipe_of(run).replace("/", "-")
+        save(args.out / f"{stem}.hardware.json", record)
+        save(args.out / f"{stem}.json", benchmark(recipe_of(run), record, times, args.steps))
         bad = sum(c["status"] == "fail" for c in record["checks"])
         failed, total = failed + bad, total + len(record["checks"])
-        print(f"{run}: {len(record['checks']) - bad} of {len(record['checks'])} checks passed; {path}")
+        print(f"{run}: {len(record['checks']) - bad} of {len(record['checks'])} checks passed; {args.out}/{stem}.json")
     return 1 if failed else 0
 
 

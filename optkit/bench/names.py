@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+CHECKPOINT = "checkpoint"
+"""Folder of a run directory that holds the weights, where the run made them."""
+
 
 def name(check: str, batch: int | None = None) -> str:
     """"hardware.<check>" or "hardware.<check>@batch<n>"."""
@@ -15,4 +18,4 @@ def hardware_checks(batches: Sequence[int], stage_batches: Sequence[int]) -> tup
     return (name("registers"),
             *(name(c, b) for b in stage_batches for c in ("numerics.per_stage", "numerics.exact")),
             *(name(c, b) for b in batches for c in ("rollout.logits", "rollout.choices")),
-            name("repeat.bits", batches[-1]))
+            name("repeat.bits", batches[-1]), name("transitions.bits"), name("abort.named"))

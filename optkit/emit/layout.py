@@ -52,7 +52,7 @@ X_RANKS = X_OUT + 2
 
 # ---- run-time block: 64-bit words written by the host
 (RT_ROWS, RT_TOKEN, RT_SEQ_LEN, RT_BLOCK_TABLE, RT_TABLE_STRIDE, RT_SLOT_MAPPING, RT_STATE_SLOT, RT_BLOCK_SIZE, RT_SYNC,
- RT_SPINS, RT_DELAY, RT_RESERVED) = range(12)
+ RT_TIMEOUT, RT_DELAY, RT_RESERVED) = range(12)
 RT_WORDS = 16
 
 # ---- sync region, one 128-byte line per word
@@ -60,7 +60,8 @@ LINE = 128
 SYNC_ENTERED, SYNC_EXITED, SYNC_ABORT, SYNC_HEALTH = 0, LINE, 2 * LINE, 3 * LINE
 SYNC_COUNTERS = 4 * LINE
 HEALTH_FIELDS = (("code", 0, 8), ("edge", 8, 8), ("stage", 16, 16), ("sm", 32, 16), ("epoch", 48, 16))  # name, shift, bits
-HEALTH_CODES = {1: "wait on a counter", 2: "wait on a tagged word", 3: "wait on a full ring slot",
+# `stage` is the waiting stage + 1; for a tagged word the stage + 1 that should have written it
+HEALTH_CODES = {1: "wait on a counter", 2: "wait for a tagged word", 3: "wait on a full ring slot",
                 4: "wait on an index", 5: "a second launch while one was running", 6: "launch after an abort"}
 
 # ---- operand meta

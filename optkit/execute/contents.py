@@ -59,11 +59,20 @@ def _writes(stage: Stage, graph: Graph, held: dict[str, Source]) -> dict[str, So
         made = {}
         for part in stage.param("parts"):
             first = graph.op(part["op"]).outputs[0]
-            made[part["out"]] = source(_leaving(stage, graph, first), part["coeffs"] if part["epilogue"] == "mailbox" else ())
+            made[part["out"]] = source(
+                _leaving(stage, graph, first), part["coeffs"] if part["epilogue"] == "mailbox" else ()
+            )
         return made
     if body == "blockstats":
-        return {out: Source("stats", "", rows=tuple(_value_of(held, b) for b in stage.param("inputs")),
-                            norm=stage.param("mix_norm"), proj=stage.param("mix_proj"))}
+        return {
+            out: Source(
+                "stats",
+                "",
+                rows=tuple(_value_of(held, b) for b in stage.param("inputs")),
+                norm=stage.param("mix_norm"),
+                proj=stage.param("mix_proj"),
+            )
+        }
     if body == "mla_insert":
         return {}
     if body == "attn" and stage.param("splits") > 1:
@@ -72,8 +81,11 @@ def _writes(stage: Stage, graph: Graph, held: dict[str, Source]) -> dict[str, So
         return {out: Source("value", held[stage.param("partial")].value)}
     if body == "route":
         ids, wts = graph.op(stage.ops[0]).outputs
-        return {stage.param("ids"): Source("value", ids), stage.param("wts"): Source("value", wts),
-                stage.param("uniq"): Source("uniq", ids)}
+        return {
+            stage.param("ids"): Source("value", ids),
+            stage.param("wts"): Source("value", wts),
+            stage.param("uniq"): Source("uniq", ids),
+        }
     return {out: source(graph.op(stage.ops[-1]).outputs[0], stage.param("coeffs") or ())}
 
 

@@ -12,6 +12,7 @@ import torch
 
 from optkit.execute.bodies import BODIES
 from optkit.execute.contents import contents
+from optkit.execute.facts import CONTRACT, check_facts
 from optkit.execute.memory import ExecutionError, Guard, Memory, poison_value
 from optkit.execute.runner import Tensors
 from optkit.execute.schedule import Scheduler
@@ -29,18 +30,28 @@ class Executor:
         graph: the graph it was made from (names of outputs and states).
         weights: Weight name -> resident tensor, MXFP4 as (packed, scales).
         caches: State name -> paged tensor, or (K, V); bound, not copied.
-        order: "stage" runs whole stages in one call each (fastest); an int seeds a random task order; "inverted" and
-            "greedy" are adversarial orders (schedule.POLICIES).
-        checked: poisons memory at the start of each step, and checks that every read sees the right writer's value.
+        order: "stage" runs whole stages in one call each (fastest); an int seeds a random task order; "inverted",
+            "greedy" and "starve:N" are adversarial orders (see schedule).
+        checked: poisons memory at the start of each step, checks that every read sees the right writer's value and that
+            the facts hold which the proofs assume of indices (see facts).
         accesses: with `checked` and a task order, also checks that tasks touch only what their Accesses declare.
 
     Raises:
         ValueError: a stage body, weight or state that is missing, all of them in one message.
     """
 
-    def __init__(self, plan: Plan, graph: Graph, weights: Mapping[str, WeightTensor], caches: dict[str, StateTensor], *,
-                 order: int | str = "stage", checked: bool = False, accesses: bool = True,
-                 device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        graph: Graph,
+        weights: Mapping[str, WeightTensor],
+        caches: dict[str, StateTensor],
+        *,
+        order: int | str = "stage",
+        checked: bool = False,
+        accesses: bool = True,
+        device: torch.device | str = "cpu",
+    ) -> None:
         missing = sorted({s.body for s in plan.stages} - BODIES.keys())
         problems = [f"body {b!r}: not one of {', '.join(BODIES)}" for b in missing]
         problems += [f"weight {w.name!r} is missing" for w in graph.weights if w.name not in weights]
@@ -53,7 +64,9 @@ class Executor:
         content = contents(plan, graph)[-1].after
         self._outputs = {s.value: b for b, s in content.items() if s.kind == "value" and s.value in graph.outputs}
         self._ids = {s.name: graph.op(s.ops[0]).outputs[0] for s in plan.stages if s.body == "route"}
-        self.memory = Memory(plan, WeightStore(weights), caches, self.device)
+        paged = [caches[s.name] for s in graph.states if s.kind.startswith("kv")]
+        block_size = (paged[0] if isinstance(paged[0], torch.Tensor) else paged[0][0]).shape[1] if paged else 1
+        self.memory = Memory(plan, WeightStore(weights), caches, self.device, block_size)
 
     def choices(self) -> dict[str, torch.Tensor]:
         """Top-k choices of the last step by ids value, i32 [rows, topk]."""
@@ -69,6 +82,8 @@ class Executor:
         mem.begin(inputs, poison=self.checked)
         mem.choices.clear()
         if self.checked:
+            for producer in {x.producer for x in self.plan.index_sets if x.producer.startswith(CONTRACT)}:
+                check_facts(mem, producer)
             self._poison_new_rows()
         self._run(0, len(self.plan.stages))
         return self.outputs()[self.graph.outputs[0]]
@@ -111,8 +126,13 @@ class Executor:
         except ExecutionError:
             raise
         except Exception as e:
-            raise ExecutionError(f"stage {index} {stage.name!r} (body {stage.body}, units {units[0]}..{units[-1]}): "
-                                 f"{type(e).__name__}: {e}") from e
+            raise ExecutionError(
+                f"stage {index} {stage.name!r} (body {stage.body}, units {units[0]}..{units[-1]}): "
+                f"{type(e).__name__}: {e}"
+            ) from e
+
+        if self.checked and stage.body == "route":
+            check_facts(mem, stage.name, stage)
 
     def _poison_new_rows(self) -> None:
         """NaN where this step's KV rows will go: an attention task that overtakes the insert is seen."""

@@ -51,8 +51,9 @@ def merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return out
 
 
-def touched(stage: Stage, accesses: Iterable[Access], units: Sequence[int], buffer: str,
-            width: int) -> dict[int | None, list[tuple[int, int]]]:
+def touched(
+    stage: Stage, accesses: Iterable[Access], units: Sequence[int], buffer: str, width: int
+) -> dict[int | None, list[tuple[int, int]]]:
     """Columns of `buffer` that `units` touch, by row (None = all rows)."""
     spans: dict[int | None, set[tuple[int, int]]] = {}
     for access in accesses:
@@ -91,8 +92,13 @@ def _sequential_writers(plan: Plan) -> tuple[dict[str, Writers], ...]:
     last = {b.name: torch.full((b.width,), -1, dtype=torch.int64) for b in plan.buffers if b.klass in LOCAL}
     out: list[dict[str, Writers]] = []
     for index, stage in enumerate(plan.stages):
-        out.append({name: (last[name].clone(), int(last[name][0]) if len(last[name].unique()) == 1 else -1)
-                    for name in {a.buffer for a in stage.reads} if name in last})
+        out.append(
+            {
+                name: (last[name].clone(), int(last[name][0]) if len(last[name].unique()) == 1 else -1)
+                for name in {a.buffer for a in stage.reads}
+                if name in last
+            }
+        )
         for name in {a.buffer for a in stage.writes} & last.keys():
             spans = touched(stage, stage.writes, range(stage.units), name, len(last[name]))
             for lo, hi in merge(s for group in spans.values() for s in group):
@@ -106,8 +112,15 @@ class Memory:
     `rows` is the run-time row count of the current step (<= plan.rows); rows beyond it are never written.
     """
 
-    def __init__(self, plan: Plan, weights: WeightStore, caches: Mapping[str, StateTensor],
-                 device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        weights: WeightStore,
+        caches: Mapping[str, StateTensor],
+        device: torch.device,
+        block_size: int = 1,
+    ) -> None:
+        self.block_size = block_size  # tokens of one page of the KV caches
         self.plan, self.weights, self.caches, self.device = plan, weights, caches, device
         self.rows = 0
         self.epoch = 0
@@ -120,8 +133,9 @@ class Memory:
         for b in plan.buffers:
             if b.klass in LOCAL:
                 shape = (b.ranks, b.rows, b.width) if b.ranks else (b.rows, b.width)
-                self.data[b.name] = torch.full(shape, poison_value(DTYPES[b.dtype]), dtype=DTYPES[b.dtype],
-                                               device=device)
+                self.data[b.name] = torch.full(
+                    shape, poison_value(DTYPES[b.dtype]), dtype=DTYPES[b.dtype], device=device
+                )
                 self.tags[b.name] = torch.zeros((b.rows, b.width), dtype=torch.int64, device=device)
 
     @property
@@ -151,8 +165,7 @@ class Memory:
         """Active rows of a buffer: the step's rows, or all rows of one-row buffers such as the routing table."""
         return min(self.rows, self.plan.buffer[name].rows)
 
-    def load(self, name: str, rows: tuple[int, int] | None = None, lo: int = 0,
-             hi: int | None = None) -> torch.Tensor:
+    def load(self, name: str, rows: tuple[int, int] | None = None, lo: int = 0, hi: int | None = None) -> torch.Tensor:
         """Stored values [rows, hi - lo] (mailbox: [ranks, rows, hi - lo]) of the active rows, or of rows [r0, r1)."""
         data = self.data[name] if name in self.data else self.inputs[name]
         r0, r1 = rows or (0, self.active(name))
@@ -198,23 +211,28 @@ class Memory:
 class Guard:
     """Validation-mode checks of one task: Accesses are complete, reads see this epoch's last sequential writer."""
 
-    def __init__(self, plan: Plan, stage: int, units: Sequence[int], *, accesses: bool,
-                 injected: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, plan: Plan, stage: int, units: Sequence[int], *, accesses: bool, injected: frozenset[str] = frozenset()
+    ) -> None:
         self.plan, self.index, self.units, self.accesses, self.injected = plan, stage, units, accesses, injected
         self.stage = plan.stages[stage]
         self.writers = sequential_writers(plan)[stage]
 
     def _where(self, what: str, name: str, lo: int, hi: int) -> str:
         u = self.units
-        return (f"stage {self.index} {self.stage.name!r} (units {u[0]}..{u[-1]}) {what} buffer {name!r} "
-                f"columns [{lo}, {hi})")
+        return (
+            f"stage {self.index} {self.stage.name!r} (units {u[0]}..{u[-1]}) {what} buffer {name!r} "
+            f"columns [{lo}, {hi})"
+        )
 
     def _declared(self, what: str, accesses: Sequence[Access], name: str, r0: int, r1: int, lo: int, hi: int) -> None:
         spans = touched(self.stage, accesses, self.units, name, self.plan.buffer[name].width)
         for row in range(r0, r1):
             if not any(a <= lo and hi <= b for a, b in merge(spans.get(None, []) + spans.get(row, []))):
-                raise ExecutionError(self._where(what, name, lo, hi) + f" row {row}: not declared in its Accesses "
-                                     f"(declared {spans or 'nothing'})")
+                raise ExecutionError(
+                    self._where(what, name, lo, hi) + f" row {row}: not declared in its Accesses "
+                    f"(declared {spans or 'nothing'})"
+                )
 
     def check_load(self, mem: Memory, name: str, r0: int, r1: int, lo: int, hi: int) -> None:
         """Refuses undeclared reads, and reads of anything but what the last sequential writer left this epoch."""
@@ -228,13 +246,18 @@ class Guard:
             return
         writers, only = self.writers[name]
         got = mem.tags[name][r0:r1, lo:hi]
-        want = mem.tag(only) if only >= 0 else torch.where(writers < 0, -1, (mem.epoch << 16) + writers + 1)[lo:hi].to(mem.device)
+        want = (
+            mem.tag(only)
+            if only >= 0
+            else torch.where(writers < 0, -1, (mem.epoch << 16) + writers + 1)[lo:hi].to(mem.device)
+        )
         if bool((got != want).any()):
             row, col = (int(x[0]) for x in torch.nonzero(got != want, as_tuple=True))
             tag, due = int(got[row, col]), int(want if isinstance(want, int) else want[col])
             raise ExecutionError(
                 self._where("reads", name, lo, hi) + f" row {r0 + row} column {lo + col} before its write: expected "
-                f"the value of {self._writer(due)}, found that of {self._writer(tag)} (epoch now {mem.epoch})")
+                f"the value of {self._writer(due)}, found that of {self._writer(tag)} (epoch now {mem.epoch})"
+            )
 
     def check_state(self, name: str) -> None:
         """Refuses a state that no Access of the stage names."""

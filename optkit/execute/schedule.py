@@ -10,9 +10,9 @@ of `memory` see when it does not.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
@@ -21,7 +21,10 @@ from optkit.plan.types import Edge, Plan
 
 POLICIES = ("inverted", "greedy")
 """Adversarial policies: `inverted` runs the latest ready stage first, `greedy` lets one SM run as far as it can before
-any other moves, one task at a time."""
+any other moves, one task at a time. `starve:N` runs tasks of stage N only when nothing else can run."""
+STARVED = 0.3
+"""Share of stages that a random order with an odd seed runs only when nothing else can run: uniform choices alone rarely
+let one task fall far behind all others."""
 COMPLETE = ("counter", "grid_barrier")
 ALONE = 0.25
 """Share of picks of a random order that run one task alone; the others take a random part of the ready tasks of the same
@@ -59,11 +62,13 @@ def programs(plan: Plan, first: int, last: int) -> tuple[tuple[Task, ...], ...]:
 def _spans(plan: Plan, stage: int, buffer: str, rows: int, *, writes: bool) -> np.ndarray:
     """All (task, row, lo, hi) that `stage` touches of `buffer`, rows < `rows`; row -1 = all rows."""
     st, width = plan.stages[stage], plan.buffer[buffer].width
-    out = [(t, -1 if row is None else row, lo, hi)
-           for t in range(st.tasks)
-           for row, spans in touched(st, st.writes if writes else st.reads, st.units_of(t), buffer, width).items()
-           if row is None or row < rows
-           for lo, hi in spans]
+    out = [
+        (t, -1 if row is None else row, lo, hi)
+        for t in range(st.tasks)
+        for row, spans in touched(st, st.writes if writes else st.reads, st.units_of(t), buffer, width).items()
+        if row is None or row < rows
+        for lo, hi in spans
+    ]
     return np.array(out, dtype=np.int64).reshape(-1, 4)
 
 
@@ -90,16 +95,26 @@ class Scheduler:
     Tasks of a group are all ready and independent of each other: running them together is one of the orders in which
     they run back to back.
 
-    order: an int seeds a random order, a name of POLICIES picks an adversarial one.
+    order: an int seeds a random order, a name of POLICIES or "starve:N" picks an adversarial one.
     """
 
     def __init__(self, plan: Plan, rows: int, order: int | str, first: int = 0, last: int | None = None) -> None:
-        if isinstance(order, str) and order not in POLICIES:
-            raise ValueError(f"order={order!r}: expected an int seed or one of {', '.join(POLICIES)}")
+        starve = isinstance(order, str) and re.fullmatch(r"starve:(\d+)", order)
+        if isinstance(order, str) and order not in POLICIES and not starve:
+            raise ValueError(f"order={order!r}: expected an int seed, starve:N or one of {', '.join(POLICIES)}")
         self.plan, self.rows, self.order = plan, rows, order
         self.first, self.last = first, len(plan.stages) if last is None else last
+        self.programs = programs(plan, self.first, self.last)
+        self.position = [0] * plan.sms  # of the task after each SM's head
         self.done: list[set[int]] = [set() for _ in plan.stages]
         self.random = random.Random(order if isinstance(order, int) else 0)
+        self.starved = frozenset(
+            {int(starve[1])}
+            if starve
+            else ()
+            if isinstance(order, str) or order % 2 == 0
+            else {s for s in range(len(plan.stages)) if self.random.random() < STARVED}
+        )
 
     def blocking(self, task: Task) -> Edge | None:
         """The first edge that `task` still waits on, None if it may run."""
@@ -121,14 +136,21 @@ class Scheduler:
         if self.order == "inverted":
             stage = max(t.stage for t in ready.values())
             return [t for t in ready.values() if t.stage == stage]
-        chosen = ready[self.random.choice(list(ready))]
+        fed = [t for t in ready.values() if t.stage not in self.starved]
+        if not fed:  # let go of the starved task whose SM has the most urgent work behind it, so that others starve on
+            return [min(ready.values(), key=lambda t: (self._behind(t), self.random.random()))]
+        chosen = self.random.choice(fed)
         if self.random.random() < ALONE:
             return [chosen]
         share = self.random.random()
         return [t for t in ready.values() if t is chosen or t.stage == chosen.stage and self.random.random() < share]
 
+    def _behind(self, task: Task) -> int:
+        """Stage of the next task on the same SM."""
+        program, at = self.programs[task.sm], self.position[task.sm]
+        return program[at].stage if at < len(program) else len(self.plan.stages)
+
     def __iter__(self) -> Iterator[list[Task]]:
-        queues = [iter(p) for p in programs(self.plan, self.first, self.last)]
         ready: dict[int, Task] = {}
         # blocked heads by (needs all of it, source stage): a counter opens once, when its stage is complete; tagged words
         # open task by task
@@ -141,25 +163,30 @@ class Scheduler:
             else:
                 parked.setdefault((edge.mechanism in COMPLETE, edge.src), []).append(task)
 
-        for queue in queues:
-            head = next(queue, None)
-            if head is not None:
-                settle(head)
+        def advance(sm: int) -> None:
+            at = self.position[sm]
+            if at < len(self.programs[sm]):
+                self.position[sm] += 1
+                settle(self.programs[sm][at])
+
+        for sm in range(self.plan.sms):
+            advance(sm)
         previous = -1
         while ready:
             group = self._pick(ready, previous)
             yield group
-            stage, heads = group[0].stage, []
+            stage = group[0].stage
             for task in group:
                 del ready[task.sm]
                 self.done[stage].add(task.index)
-                heads += list(islice(queues[task.sm], 1))
                 previous = task.sm
             wake = parked.pop((False, stage), [])
             if len(self.done[stage]) == self.plan.stages[stage].tasks:
                 wake += parked.pop((True, stage), [])
-            for blocked in (*wake, *heads):
+            for blocked in wake:
                 settle(blocked)
+            for task in group:
+                advance(task.sm)
         if parked:
             raise Deadlock(self._report([t for tasks in parked.values() for t in tasks]))
 
@@ -169,7 +196,9 @@ class Scheduler:
             edge = self.blocking(task)
             assert edge is not None
             src = self.plan.stages[edge.src]
-            lines.append(f"SM {task.sm} at task {task.index} of stage {task.stage} "
-                         f"{self.plan.stages[task.stage].name!r} waits by {edge.mechanism} on {edge.buffer!r} of stage "
-                         f"{edge.src} {src.name!r} ({len(self.done[edge.src])} of {src.tasks} tasks done)")
+            lines.append(
+                f"SM {task.sm} at task {task.index} of stage {task.stage} "
+                f"{self.plan.stages[task.stage].name!r} waits by {edge.mechanism} on {edge.buffer!r} of stage "
+                f"{edge.src} {src.name!r} ({len(self.done[edge.src])} of {src.tasks} tasks done)"
+            )
         return f"deadlock: {len(blocked)} SMs blocked: " + "; ".join(lines)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +18,17 @@ import numpy as np
 import torch
 
 from optkit.emit import layout as L
-from optkit.emit.lower import Addresses, StateAddress, lower, signalling, sync_bytes
+from optkit.emit.lower import Addresses, StateAddress, lower, sync_bytes
 from optkit.execute.contents import contents
 from optkit.models.graph import Graph
 from optkit.plan.types import Plan
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32, "i64": torch.int64}
 STEP_INPUTS = {"token": torch.int32, "seq_len": torch.int32, "slot_mapping": torch.int64, "state_slot": torch.int32}
-SPINS = 4_000_000  # polls before a wait gives up: about 3 s at 0.7 us a poll
+TIMEOUT_NS = 2_000_000_000  # a launch takes milliseconds; one that is not over after 2 s never will be
+
+
+TAGGED = 2  # health code of a tagged wait: its stage is the one that should have written the word
 
 
 class KernelAbort(RuntimeError):
@@ -66,7 +70,7 @@ class Module:
         name = _check(cu.cuKernelGetName(self.kernel)).decode()
         if name != facts.name:
             raise RuntimeError(f"cubin holds kernel {name!r}, the manifest says {facts.name!r}")
-        sizes = []
+        sizes: list[int] = []
         while not int((got := cu.cuKernelGetParamInfo(self.kernel, len(sizes)))[0]):
             sizes.append(int(got[2]))
         if sizes != [struct.calcsize(f) for f in self.FORMAT]:
@@ -143,15 +147,19 @@ class GpuRunner:
         self._outputs = {s.value: b for b, s in content.items() if s.kind == "value" and s.value in graph.outputs}
         self._ids = {i: torch.zeros((L.ROWS, s.param("topk")), dtype=torch.int32, device=self.device)
                      for i, s in enumerate(plan.stages) if s.body == "route"}
-        addresses = Addresses(self._buffer, self._weight, self._state, self._constant, self.sync.data_ptr(), positions,
-                              {i: t.data_ptr() for i, t in self._ids.items()})
-        self.table = torch.from_numpy(lower(plan, addresses)).to(self.device)
+        self.positions = positions
+        self._lower()
         self.rt = torch.zeros(L.RT_WORDS, dtype=torch.int64, device=self.device)
         self._launches: dict[tuple[int, int], Launch] = {}
 
+    def _lower(self) -> None:
+        addresses = Addresses(self._buffer, self._weight, self._state, self._constant, self.sync.data_ptr(), self.positions,
+                              {i: t.data_ptr() for i, t in self._ids.items()})
+        self.table = torch.from_numpy(lower(self.plan, addresses)).to(self.device)
+
     # ---- addresses
     def _buffer(self, name: str) -> int:
-        return (self.raw.get(name) if name in self.raw else self.inputs[name]).data_ptr()
+        return (self.raw[name] if name in self.raw else self.inputs[name]).data_ptr()
 
     def _weight(self, name: str) -> int | tuple[int, int]:
         w = self.weights[name]
@@ -188,8 +196,8 @@ class GpuRunner:
             (dst[:rows] if value.dim() == 1 else dst[:rows, : value.shape[1]]).copy_(value.to(dst.dtype))
         if rows != self.rows:
             words = np.zeros(L.RT_WORDS, np.int64)
-            words[[L.RT_ROWS, L.RT_TABLE_STRIDE, L.RT_BLOCK_SIZE, L.RT_SPINS]] = (
-                rows, self.inputs["block_table"].shape[1], self.block_size, SPINS)
+            words[[L.RT_ROWS, L.RT_TABLE_STRIDE, L.RT_BLOCK_SIZE, L.RT_TIMEOUT]] = (
+                rows, self.inputs["block_table"].shape[1], self.block_size, TIMEOUT_NS)
             for at, name in ((L.RT_TOKEN, "token"), (L.RT_SEQ_LEN, "seq_len"), (L.RT_BLOCK_TABLE, "block_table"),
                              (L.RT_SLOT_MAPPING, "slot_mapping"), (L.RT_STATE_SLOT, "state_slot")):
                 words[at] = self.inputs[name].data_ptr()
@@ -212,11 +220,15 @@ class GpuRunner:
         word = self._word(L.SYNC_HEALTH, 8)
         got = {name: (word >> shift) & ((1 << bits) - 1) for name, shift, bits in L.HEALTH_FIELDS}
         stage = got["stage"] - 1
-        name = self.plan.stages[stage].name if 0 <= stage < len(self.plan.stages) else "before the first stage"
-        waits = self.plan.waits[stage] if 0 <= stage < len(self.plan.stages) else ()
-        raise KernelAbort(f"launch {self.epoch} of plan {self.plan.name!r} gave up: {L.HEALTH_CODES.get(got['code'], got['code'])}, "
-                          f"stage {stage} {name!r}, wait {got['edge']}, SM {got['sm']}; it waits for "
-                          f"{sorted({self.plan.stages[e.src].name for e in waits})}")
+        what, where = L.HEALTH_CODES.get(got["code"], str(got["code"])), f"SM {got['sm']}"
+        if 0 <= stage < len(self.plan.stages):
+            names = [s.name for s in self.plan.stages]
+            if got["code"] == TAGGED:
+                where += f", of stage {stage} {names[stage]!r}"
+            else:
+                waits = sorted({names[e.src] for e in self.plan.waits[stage]})
+                where += f", stage {stage} {names[stage]!r}, wait {got['edge']}; it waits for {', '.join(waits)}"
+        raise KernelAbort(f"launch {self.epoch} of plan {self.plan.name!r} gave up: {what}, {where}")
 
     def reset(self) -> None:
         """Forget an aborted launch: counters, epoch, abort and health words start again from zero."""
@@ -224,6 +236,23 @@ class GpuRunner:
         for t in self.raw.values():
             t.zero_()
         torch.cuda.synchronize()
+
+    def adopt(self, other: GpuRunner) -> None:
+        """Share another runner's sync region, workspace and descriptor layout from now on (batch graphs of one plan)."""
+        self.sync, self.raw, self._ids = other.sync, other.raw, other._ids
+        self._lower()
+        self.rows = 0
+        self._launches.clear()
+
+    @contextmanager
+    def without_signal(self, stage: int) -> Iterator[None]:
+        """Plants a fault for tests: this stage does its work but never releases its arrivals."""
+        kept = self.table[stage, L.SIGNAL].clone()
+        self.table[stage, L.SIGNAL] = 0
+        try:
+            yield
+        finally:
+            self.table[stage, L.SIGNAL] = kept
 
     def _word(self, at: int, nbytes: int) -> int:
         return int.from_bytes(self.sync[at : at + nbytes].cpu().numpy().tobytes(), "little")
@@ -296,7 +325,3 @@ class GpuRunner:
         words[:, :8].copy_(flat.view(-1, 8))
         words[:, 8:].copy_(torch.tensor([tag], dtype=torch.int64, device=self.device).view(torch.uint8).expand(len(words), 8))
 
-
-def counters_used(plan: Plan) -> int:
-    """How many stages release arrivals (the rest are covered by tagged words or the same SM)."""
-    return len(signalling(plan))

@@ -109,6 +109,8 @@ class Verdict(_Model):
 
 
 class Versions(_Model):
+    """What the artifact was made with, and the vLLM versions whose plugin interface it is for."""
+
     optkit: str
     torch: str
     cutlass_dsl: str | None = None
@@ -137,6 +139,8 @@ class Kernel(_Model):
 
 
 class File(_Model):
+    """One file beside the manifest."""
+
     sha256: str = Field(pattern=_SHA256)
     size: int = Field(ge=0)
     """bytes"""

@@ -42,6 +42,8 @@ class CacheMetadata:
 
 
 class CacheMetadataBuilder(AttentionMetadataBuilder[CacheMetadata]):
+    """Keeps what vLLM says of a step as it is; nothing to precompute."""
+
     def __init__(self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig,
                  device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -76,12 +78,16 @@ class CacheBackend(AttentionBackend):
 
 
 class MlaCacheBackend(CacheBackend):
+    """One latent row a token instead of K and V."""
+
     @classmethod
     def is_mla(cls) -> bool:
         return True
 
 
 class StateCacheBackend(CacheBackend):
+    """One block a request: its recurrent state."""
+
     @classmethod
     def is_ssm(cls) -> bool:
         return True

@@ -3,7 +3,8 @@
 Value `L{l}.q` prefers buffer `q@{l%2}`: two layers apart is far enough that the reuse is almost always proven by the
 chain of the layer between (plan.edges adds an edge where it is not). Any other value `P.3a` takes a free buffer of the
 pool `P@0, P@1, …`; a value still read far ahead (a saved row) keeps its buffer. No value ever updates another in
-place. Values that leave the graph and values that enter it are never reused.
+place. Buffers of values that leave the graph, of values that enter it, and of those that choose weights (a producer warp
+whose SM turns out to have no routed work reads the choice at a time that nobody waits for) are never used again.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def assign(
         if shape_of.setdefault(stem, key) != key:
             stem = f"{stem}.{v.width}{dtype}{'r' if ranks else ''}"
             shape_of.setdefault(stem, key)
-        if value in graph.outputs:
+        if value in graph.outputs or value in index_values:
             name = value
         elif match:
             name = f"{stem}@{int(match[1]) % 2}"
@@ -96,6 +97,7 @@ def assign(
             )
 
     values = {v.name for v in graph.values}
+    index_values = {s.index for shape in shapes for s in shape.streams if s.index}
     for at, i in enumerate(order):
         for a in (*shapes[i].writes, *shapes[i].reads):
             if a.buffer in names.of:

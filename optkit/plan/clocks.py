@@ -44,24 +44,21 @@ class Clocks:
         self.released: list[Array] = []
         self.arrived: list[Array] = []
         self.heard_last = heard_last
-        self.kept: dict[int, tuple[Array, Array]] = {}
+        self.kept: dict[int, Array] = {}
         self.at = -1
-        self.before: Array = self.done[:0]
-        self.end: Array = self.done[:0]
+        self.known: Array = self.done[:0]  # [task, SM]: `done` of the stage at hand, before any of its stores
 
     def enter(self, stage: int) -> None:
         self.at = stage
         sm = self.sms[stage]
         self.done[sm, sm] = stage - 1
-        self.before = self.done[sm]
-        self.end = self.before.copy()
+        self.known = self.done[sm]
 
     def acquire(self, src: int) -> None:
         """All tasks of `src` have arrived."""
         sm = self.sms[self.at]
         self.visible[sm] = np.maximum(self.visible[sm], self.released[src])
-        self.before = np.maximum(self.before, self.arrived[src])
-        self.end = np.maximum(self.end, self.arrived[src])
+        self.known = np.maximum(self.known, self.arrived[src])
 
     def own(self, src: int) -> None:
         """A CTA barrier between the task of `src` and this one on every common SM."""
@@ -85,17 +82,15 @@ class Clocks:
         tasks = np.arange(s.tasks)
         if write.count:
             tasks = np.array([t for t in range(s.tasks) if any(write.applies(u) for u in s.units_of(t))])
-        before, end = self.kept[src]
         whole = not write.count and len({w.buffer for w in s.writes}) == 1
-        known = (end if whole else before)[tasks].max(axis=0)
+        told = self.kept[src][tasks].max(axis=0)
         sm = self.sms[src][tasks]
-        known[sm] = np.maximum(known[sm], src if whole else src - 1)
-        self.before = np.maximum(self.before, known)
-        self.end = np.maximum(self.end, known)
+        told[sm] = np.maximum(told[sm], src if whole else src - 1)
+        self.known = np.maximum(self.known, told)
 
     def has_read(self, stage: int) -> bool:
         """Whether all reads of `stage` are over before any store of the stage at hand."""
-        return bool((self.before[:, self.sms[stage]] >= stage).all())
+        return bool((self.known[:, self.sms[stage]] >= stage).all())
 
     def sees(self, stage: int) -> bool:
         """Whether all stores of `stage` are visible to the stage at hand."""
@@ -103,12 +98,12 @@ class Clocks:
 
     def leave(self) -> None:
         i, sm = self.at, self.sms[self.at]
-        self.done[sm] = self.end
-        released, arrived = self.visible[sm].max(axis=0), self.end.max(axis=0)
+        self.done[sm] = self.known
+        released, arrived = self.visible[sm].max(axis=0), self.known.max(axis=0)
         released[sm] = arrived[sm] = i
         self.released.append(released)
         self.arrived.append(arrived)
         if i in self.heard_last:
-            self.kept[i] = (self.before, self.end)
+            self.kept[i] = self.known
         for src in [k for k in self.kept if self.heard_last[k] <= i]:
             del self.kept[src]

@@ -11,6 +11,9 @@ from optkit.recipe import Recipe
 PROBE_BODY = "gemv"
 """The stage body compiled for the other architectures: it holds the ring, the mma and the edges."""
 
+MAX_PLANTED_STAGES = 300
+"""Plans up to this size are proven again with every planted fault (a second for tiny K3); larger ones take minutes."""
+
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept between runs: $OPTKIT_CACHE, by default ~/.cache/optkit."""
@@ -22,6 +25,7 @@ def emit(recipe: Recipe, context: Context) -> None:
     from dataclasses import replace
 
     from optkit.emit.compile import KernelSpec, compile_cached
+    from optkit.verify import code_faults, faults
     from optkit.verify.audit import audit
 
     plan = context.results["plan"]
@@ -36,6 +40,8 @@ def emit(recipe: Recipe, context: Context) -> None:
     context.check("emit.shared_memory", kernel.smem <= limit, value=kernel.smem, threshold=limit,
                   reason="dynamic shared memory of the compiled kernel, bytes")
     context.take(audit(kernel.cubin, plan))
+    if len(plan.stages) <= MAX_PLANTED_STAGES:
+        context.take([faults.catch_rate(plan), code_faults.catch_rate(kernel.cubin)])
     for arch in recipe.emit.probe_archs:
         probe = compile_cached(replace(spec, bodies=(PROBE_BODY,)), arch, cache_folder() / "kernels", line_info=False)
         context.check(f"emit.probe.{arch}", True, value=len(probe.cubin),

@@ -14,5 +14,17 @@ from optkit.validate.scenario import Scenario
 from optkit.validate.served import score_served
 from optkit.validate.suite import Suite, make, validate
 
-__all__ = ["Check", "Numerics", "Scenario", "Suite", "boundaries", "make", "orders", "per_stage", "repeat", "rollout",
-           "score_served", "validate"]
+__all__ = [
+    "Check",
+    "Numerics",
+    "Scenario",
+    "Suite",
+    "boundaries",
+    "make",
+    "orders",
+    "per_stage",
+    "repeat",
+    "rollout",
+    "score_served",
+    "validate",
+]

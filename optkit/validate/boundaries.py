@@ -20,12 +20,16 @@ from optkit.validate.scenario import Scenario
 STEPS = 2
 
 
-def cases(graph: Graph, block_size: int = 16, blocks: int = 0, slots: int = 0, device: torch.device | str = "cpu") -> dict[str, Scenario]:
+def cases(
+    graph: Graph, block_size: int = 16, blocks: int = 0, slots: int = 0, device: torch.device | str = "cpu"
+) -> dict[str, Scenario]:
     """The named situations, on caches of the given size."""
     edge = (block_size - 1, block_size, 63, 64)
 
     def make(seed: int, starts: tuple[int, ...], padding: tuple[int, ...] = ()) -> Scenario:
-        return Scenario(graph, len(starts), STEPS, seed, block_size, starts, padding, blocks, slots, torch.device(device))
+        return Scenario(
+            graph, len(starts), STEPS, seed, block_size, starts, padding, blocks, slots, torch.device(device)
+        )
 
     return {
         "batch 1": make(11, (5,)),
@@ -53,13 +57,22 @@ def _case(runner: StageRunner, graph: Graph, weights: AnyWeights, scenario: Scen
     return used, f"error {max(got.errors):.2e} is {used:.2f} x its gate" if used > 1 else ""
 
 
-def boundaries(runner: StageRunner, graph: Graph, weights: AnyWeights, scenarios: Mapping[str, Scenario],
-               repeat: str = "") -> list[Check]:
+def boundaries(
+    runner: StageRunner, graph: Graph, weights: AnyWeights, scenarios: Mapping[str, Scenario], repeat: str = ""
+) -> list[Check]:
     """One check "boundary.<case>" a case of `cases`; the runner's caches have the scenarios' size."""
     out = []
     weights = reference_weights(graph, weights)
     for name, scenario in scenarios.items():
         used, wrong = _case(runner, graph, weights, scenario)
-        out.append(check(f"boundary.{name}", not wrong, round(used, 3), 1.0,
-                         wrong or f"{scenario.steps} steps, {len(scenario.active())} live rows of {scenario.batch}", repeat))
+        out.append(
+            check(
+                f"boundary.{name}",
+                not wrong,
+                round(used, 3),
+                1.0,
+                wrong or f"{scenario.steps} steps, {len(scenario.active())} live rows of {scenario.batch}",
+                repeat,
+            )
+        )
     return out

@@ -41,3 +41,16 @@ def judge(stage: str, errors: Sequence[float], band: Sequence[float]) -> Numeric
     median, top = float(t.median()), float(t.max())
     ok = median <= allowed_median and top <= allowed_max and min(len(errors), len(band)) >= MIN_SAMPLES
     return Numerics(stage, len(errors), median, top, band_median, band_max, "pass" if ok else "fail")
+
+
+def excess(r: Numerics) -> float:
+    """How much of its gate an output uses: 1 = at the limit of median or maximum, whichever is closer."""
+    return max(r.median / (MEDIAN_FACTOR * max(r.band_median, FLOOR)), r.max / (MAX_FACTOR * max(r.band_max, FLOOR)))
+
+
+def why(r: Numerics) -> str:
+    """One clause about a failed output."""
+    return (
+        f"{r.stage}: {r.n} samples, median {r.median:.2e} (band {r.band_median:.2e}), maximum {r.max:.2e} (band "
+        f"{r.band_max:.2e}), {excess(r):.2f} x its gate"
+    )

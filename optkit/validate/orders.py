@@ -16,6 +16,7 @@ from optkit.execute.memory import ExecutionError
 from optkit.execute.runner import StageRunner
 from optkit.execute.schedule import POLICIES
 from optkit.validate.scenario import Scenario, copy_caches, tensors
+from optkit.validate.threads import one_thread
 
 Bits = list[torch.Tensor]
 
@@ -32,20 +33,35 @@ def run_bits(runner: StageRunner, scenario: Scenario, steps: int = 0) -> Bits:
 
 def same_bits(a: Bits, b: Bits) -> bool:
     """Equal as bits (NaN compares equal to itself)."""
-    return all(torch.equal(torch.nan_to_num(x.float()), torch.nan_to_num(y.float())) and
-               torch.equal(torch.isnan(x), torch.isnan(y)) for x, y in zip(a, b, strict=True))
+    return all(
+        torch.equal(torch.nan_to_num(x.float()), torch.nan_to_num(y.float()))
+        and torch.equal(torch.isnan(x), torch.isnan(y))
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 def repeat(runner: StageRunner, scenario: Scenario, command: str = "") -> Check:
-    """"repeat.bits": the same steps from the same caches twice, bit by bit."""
+    """ "repeat.bits": the same steps from the same caches twice, bit by bit."""
     same = same_bits(run_bits(runner, scenario), run_bits(runner, scenario))
-    return check("repeat.bits", same, "equal" if same else "different", "equal",
-                 f"{scenario.steps} steps at batch {scenario.batch}, outputs and caches", command)
+    return check(
+        "repeat.bits",
+        same,
+        "equal" if same else "different",
+        "equal",
+        f"{scenario.steps} steps at batch {scenario.batch}, outputs and caches",
+        command,
+    )
 
 
-def orders(runner: Executor, scenario: Scenario, seeds: Sequence[int] = range(8), policies: Sequence[str] = POLICIES,
-           command: str = "") -> Check:
-    """"orders.bits": random task orders by seed over all steps, adversarial ones over the first, each compared with stage
+@one_thread()
+def orders(
+    runner: Executor,
+    scenario: Scenario,
+    seeds: Sequence[int] = range(8),
+    policies: Sequence[str] = POLICIES,
+    command: str = "",
+) -> Check:
+    """ "orders.bits": random task orders by seed over all steps, adversarial ones over the first, each compared with stage
     order bit by bit."""
     before = runner.order, runner.checked, runner.accesses
     total = len(seeds) + len(policies)
@@ -53,9 +69,10 @@ def orders(runner: Executor, scenario: Scenario, seeds: Sequence[int] = range(8)
     try:
         runner.order, runner.checked = "stage", True
         want = {n: run_bits(runner, scenario, n) for n in {1, scenario.steps}}
-        for order in (*seeds, *policies):
+        every: tuple[int | str, ...] = (*seeds, *policies)
+        for i, order in enumerate(every):
             steps = scenario.steps if isinstance(order, int) else 1
-            runner.order, runner.accesses = order, order == seeds[0]  # what a task touches does not depend on the order
+            runner.order, runner.accesses = order, i == 0  # what a task touches does not depend on the order
             try:
                 if not same_bits(run_bits(runner, scenario, steps), want[steps]):
                     failures.append(f"order {order}: different bits")
@@ -65,6 +82,13 @@ def orders(runner: Executor, scenario: Scenario, seeds: Sequence[int] = range(8)
         failures += [f"stage order: {e}"] * total
     finally:
         runner.order, runner.checked, runner.accesses = before
-    return check("orders.bits", not failures, total - len(failures), total, "; ".join(failures[:3]) or
-                 f"{len(seeds)} random orders over {scenario.steps} steps, {len(policies)} adversarial ones over one, batch "
-                 f"{scenario.batch}", command)
+    return check(
+        "orders.bits",
+        not failures,
+        total - len(failures),
+        total,
+        "; ".join(failures[:3])
+        or f"{len(seeds)} random orders over {scenario.steps} steps, {len(policies)} adversarial ones over one, batch "
+        f"{scenario.batch}",
+        command,
+    )

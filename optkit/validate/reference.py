@@ -45,24 +45,44 @@ def reference_weights(graph: Graph, weights: AnyWeights) -> ReferenceWeights:
     return ReferenceWeights(*({**interpret.cast_weights(graph, weights, p), **expanded} for p in ("f64", "bf16")))
 
 
-def run_ops(graph: Graph, ops: Sequence[str], values: Mapping[str, Tensor], weights: Mapping[str, WeightTensor],
-            inputs: Mapping[str, Tensor], states: Mapping[str, StateTensor], block_size: int, precision: str,
-            adopt: Choices | None = None) -> dict[str, Tensor]:
+def run_ops(
+    graph: Graph,
+    ops: Sequence[str],
+    values: Mapping[str, Tensor],
+    weights: Mapping[str, WeightTensor],
+    inputs: Mapping[str, Tensor],
+    states: Mapping[str, StateTensor],
+    block_size: int,
+    precision: str,
+    adopt: Choices | None = None,
+) -> dict[str, Tensor]:
     """Outputs of `ops` in order, from `values` (name -> [R, width]); `states` are updated in place.
 
     "f64": everything in float64. "bf16": float32 math, every output rounded to its value's dtype.
     """
     math = MATH[precision]
-    ctx = StepContext(inputs["seq_len"], inputs["block_table"], inputs["slot_mapping"], inputs["state_slot"], block_size,
-                      states, math, active_rows(graph, inputs), adopt)
+    ctx = StepContext(
+        inputs["seq_len"],
+        inputs["block_table"],
+        inputs["slot_mapping"],
+        inputs["state_slot"],
+        block_size,
+        states,
+        math,
+        active_rows(graph, inputs),
+        adopt,
+    )
     env = dict(values)
     made: dict[str, Tensor] = {}
     for name in ops:
         op = graph.op(name)
         ins = [env[v].to(math) if env[v].is_floating_point() else env[v] for v in op.inputs]
-        for out, y in zip(op.outputs, OPS[op.kind].ref(op, ins, {r: weights[w] for r, w in op.weights}, ctx), strict=True):
-            env[out] = made[out] = y if precision == "f64" or not y.is_floating_point() else y.to(
-                TORCH_DTYPE[graph.value(out).dtype])
+        for out, y in zip(
+            op.outputs, OPS[op.kind].ref(op, ins, {r: weights[w] for r, w in op.weights}, ctx), strict=True
+        ):
+            env[out] = made[out] = (
+                y if precision == "f64" or not y.is_floating_point() else y.to(TORCH_DTYPE[graph.value(out).dtype])
+            )
     return made
 
 

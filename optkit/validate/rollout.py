@@ -18,9 +18,8 @@ from optkit.execute.runner import StageRunner
 from optkit.models import interpret
 from optkit.models.graph import Graph
 from optkit.models.ops import ChoiceError, Choices, StateTensor
-from optkit.validate.gates import MAX_FACTOR, judge, row_errors
+from optkit.validate.gates import MAX_FACTOR, excess, judge, row_errors, why
 from optkit.validate.numerics import Numerics
-from optkit.validate.per_stage import excess, why
 from optkit.validate.reference import AnyWeights, active_rows, reference_weights, state_rows
 from optkit.validate.scenario import Scenario, copy_caches, tensors
 
@@ -46,16 +45,28 @@ class Trace:
 
 def _doubled(caches: dict[str, StateTensor]) -> dict[str, StateTensor]:
     """Caches of twice as many blocks and slots, both halves the same numbers."""
-    return {k: (torch.cat([t[0], t[0]]), torch.cat([t[1], t[1]])) if isinstance(t, tuple) else torch.cat([t, t])
-            for k, t in caches.items()}
+    return {
+        k: (torch.cat([t[0], t[0]]), torch.cat([t[1], t[1]])) if isinstance(t, tuple) else torch.cat([t, t])
+        for k, t in caches.items()
+    }
 
 
 def _double_inputs(inputs: dict[str, Tensor], scenario: Scenario) -> dict[str, Tensor]:
     """The rows twice, the second time in the second half of doubled caches."""
-    shift = {"block_table": scenario.blocks, "slot_mapping": scenario.blocks * scenario.block_size, "state_slot": scenario.slots}
+    shift = {
+        "block_table": scenario.blocks,
+        "slot_mapping": scenario.blocks * scenario.block_size,
+        "state_slot": scenario.slots,
+    }
 
     def second(name: str, t: Tensor) -> Tensor:
-        pad = t < 0 if name == "slot_mapping" else t <= 0 if name == "state_slot" else torch.zeros_like(t, dtype=torch.bool)
+        pad = (
+            t < 0
+            if name == "slot_mapping"
+            else t <= 0
+            if name == "state_slot"
+            else torch.zeros_like(t, dtype=torch.bool)
+        )
         return torch.where(pad, t, t + shift[name]) if name in shift else t
 
     return {k: torch.cat([t, second(k, t)]) for k, t in inputs.items()}
@@ -63,8 +74,12 @@ def _double_inputs(inputs: dict[str, Tensor], scenario: Scenario) -> dict[str, T
 
 def output_errors(graph: Graph, got: Values, want: Values, rows: Tensor) -> list[float]:
     """Relative L2 per row of every graph output that is not just handed through."""
-    return [e for name in graph.outputs if name not in graph.inputs
-            for e in row_errors(got[name][rows], want[name][rows]).tolist()]
+    return [
+        e
+        for name in graph.outputs
+        if name not in graph.inputs
+        for e in row_errors(got[name][rows], want[name][rows]).tolist()
+    ]
 
 
 def trace(runner: StageRunner, graph: Graph, weights: AnyWeights, scenario: Scenario) -> Trace:
@@ -82,7 +97,9 @@ def trace(runner: StageRunner, graph: Graph, weights: AnyWeights, scenario: Scen
         try:
             runner.step(inputs)
             choices = runner.choices()
-            adopt = Choices({ids: torch.cat([choices[ids].to(plain[ids].device), plain[ids]]) for _, ids in routes}, float("inf"))
+            adopt = Choices(
+                {ids: torch.cat([choices[ids].to(plain[ids].device), plain[ids]]) for _, ids in routes}, float("inf")
+            )
             exact = interpret.run(graph, w.f64, _double_inputs(inputs, scenario), exact_caches, "f64", adopt)
         except (ChoiceError, RuntimeError) as e:
             out.stopped = f"step {t}: {e}"
@@ -113,8 +130,9 @@ def foreign_states(runner: StageRunner, graph: Graph, scenario: Scenario, inputs
     return out
 
 
-def rollout(runner: StageRunner, graph: Graph, weights: AnyWeights, scenario: Scenario,
-            repeat: str = "") -> tuple[list[Check], list[Numerics]]:
+def rollout(
+    runner: StageRunner, graph: Graph, weights: AnyWeights, scenario: Scenario, repeat: str = ""
+) -> tuple[list[Check], list[Numerics]]:
     """All steps of `scenario` (64 at batch 4 give the 256 samples the band needs) through `runner.step`.
 
     Returns the checks "rollout.logits" (error within the band of the plain implementation's own rollout),
@@ -129,8 +147,21 @@ def rollout(runner: StageRunner, graph: Graph, weights: AnyWeights, scenario: Sc
     largest = max((gap for _, gap in got.adopted), default=0.0)
     return [
         check("rollout.logits", row.status == "pass", round(excess(row), 3), 1.0, why(row), repeat),
-        check("rollout.choices", not refused, largest, MAX_FACTOR * got.score_error, "; ".join(refused[:5]) or
-              f"{len(got.adopted)} choices differed from float64's own; largest score gap against twice the score error", repeat),
-        check("rollout.state", not foreign, len(foreign), 0, ", ".join(foreign) or "states of other requests kept their bits",
-              repeat),
+        check(
+            "rollout.choices",
+            not refused,
+            largest,
+            MAX_FACTOR * got.score_error,
+            "; ".join(refused[:5])
+            or f"{len(got.adopted)} choices differed from float64's own; largest score gap against twice the score error",
+            repeat,
+        ),
+        check(
+            "rollout.state",
+            not foreign,
+            len(foreign),
+            0,
+            ", ".join(foreign) or "states of other requests kept their bits",
+            repeat,
+        ),
     ], [row]

@@ -49,7 +49,10 @@ class Scenario:
         if len(self.starts) != self.batch:
             raise ValueError(f"starts: {self.starts}: expected {self.batch} lengths")
         self.blocks_per_row = -(-(max(self.starts) + self.steps) // self.block_size)
-        blocks, slots = 1 + self.batch * self.blocks_per_row, 1 + self.batch + 1  # a spare slot that must stay untouched
+        blocks, slots = (
+            1 + self.batch * self.blocks_per_row,
+            1 + self.batch + 1,
+        )  # a spare slot that must stay untouched
         self.blocks, self.slots = self.blocks or blocks, self.slots or slots
         if self.blocks < blocks or self.slots < slots:
             raise ValueError(f"blocks, slots: {self.blocks}, {self.slots}: expected at least {blocks}, {slots}")
@@ -59,18 +62,27 @@ class Scenario:
         # one rank with emulated peers embeds only tokens of its own vocabulary shard: draw from it
         constants = dict(self.graph.constants)
         shard = constants["vocab_size"] // constants["tp"]
-        self.tokens = constants["rank"] * shard + torch.randint(0, shard, (self.steps, self.batch), generator=gen,
-                                                                dtype=torch.int32)
-        self.carried = {name: torch.randn((self.steps, self.batch, constants["hidden_size"]), generator=gen).bfloat16()
-                        for name in self.graph.inputs if name.startswith("in.")}
+        self.tokens = constants["rank"] * shard + torch.randint(
+            0, shard, (self.steps, self.batch), generator=gen, dtype=torch.int32
+        )
+        self.carried = {
+            name: torch.randn((self.steps, self.batch, constants["hidden_size"]), generator=gen).bfloat16()
+            for name in self.graph.inputs
+            if name.startswith("in.")
+        }
 
     def inputs(self, step: int) -> dict[str, Tensor]:
         """The step's inputs on `device`, one row a request."""
         length = torch.tensor(self.starts) + step + 1
         pos = length - 1
         block = self.block_table[torch.arange(self.batch), pos // self.block_size].long()
-        values = {"token": self.tokens[step].clone(), "seq_len": length.int(), "block_table": self.block_table.clone(),
-                  "slot_mapping": block * self.block_size + pos % self.block_size, "state_slot": self.state_slot.clone()}
+        values = {
+            "token": self.tokens[step].clone(),
+            "seq_len": length.int(),
+            "block_table": self.block_table.clone(),
+            "slot_mapping": block * self.block_size + pos % self.block_size,
+            "state_slot": self.state_slot.clone(),
+        }
         for r in self.padding:
             values["seq_len"][r], values["slot_mapping"][r], values["state_slot"][r] = 0, -1, 0
         values |= {name: t[step] for name, t in self.carried.items()}

@@ -26,15 +26,26 @@ def sequence_logprobs(graph: Graph, weights: AnyWeights, tokens: Sequence[int], 
     table = torch.arange(1, blocks + 1, dtype=torch.int32)[None]
     out = []
     for t, token in enumerate(tokens):
-        inputs = {"token": torch.tensor([token], dtype=torch.int32), "seq_len": torch.tensor([t + 1], dtype=torch.int32),
-                  "block_table": table, "slot_mapping": torch.tensor([BLOCK + t]),
-                  "state_slot": torch.ones(1, dtype=torch.int32)}
+        inputs = {
+            "token": torch.tensor([token], dtype=torch.int32),
+            "seq_len": torch.tensor([t + 1], dtype=torch.int32),
+            "block_table": table,
+            "slot_mapping": torch.tensor([BLOCK + t]),
+            "state_slot": torch.ones(1, dtype=torch.int32),
+        }
         out.append(interpret.run(graph, w, inputs, caches, precision)[graph.outputs[0]][0].double())
     return torch.log_softmax(torch.stack(out), -1)
 
 
-def score_served(graph: Graph, weights: AnyWeights, prefix: Sequence[int], served: Sequence[int],
-                 logprobs: Sequence[float], name: str = "served.tokens", repeat: str = "") -> Check:
+def score_served(
+    graph: Graph,
+    weights: AnyWeights,
+    prefix: Sequence[int],
+    served: Sequence[int],
+    logprobs: Sequence[float],
+    name: str = "served.tokens",
+    repeat: str = "",
+) -> Check:
     """Greedy tokens with their log-probabilities against float64 given the same prefix.
 
     Band = the largest log-probability error of the plain bf16 implementation over all tokens of the vocabulary at the
@@ -42,8 +53,10 @@ def score_served(graph: Graph, weights: AnyWeights, prefix: Sequence[int], serve
     equal tokens are not asked for. `prefix` must not be empty.
     """
     if not prefix or len(served) != len(logprobs) or not served:
-        raise ValueError(f"prefix of {len(prefix)}, {len(served)} tokens, {len(logprobs)} logprobs: expected a prefix and "
-                         "one logprob per token")
+        raise ValueError(
+            f"prefix of {len(prefix)}, {len(served)} tokens, {len(logprobs)} logprobs: expected a prefix and "
+            "one logprob per token"
+        )
     weights = reference_weights(graph, weights)
     fed = [*prefix, *served[:-1]]
     exact, plain = (sequence_logprobs(graph, weights, fed, p)[len(prefix) - 1 :] for p in ("f64", "bf16"))
@@ -53,6 +66,13 @@ def score_served(graph: Graph, weights: AnyWeights, prefix: Sequence[int], serve
     delta = (torch.tensor(list(logprobs), dtype=torch.float64) - mine).abs()
     behind = exact.max(-1).values - mine
     ok = bool((delta <= band).all()) and bool((behind <= 2 * band).all())
-    return check(name, ok, float(delta.max()), band, f"{len(served)} tokens after {len(prefix)}: largest |delta logprob| "
-                 f"{float(delta.max()):.3g} at {int(delta.argmax())}, furthest behind the argmax {float(behind.max()):.3g} "
-                 f"(allowed {2 * band:.3g})", repeat)
+    return check(
+        name,
+        ok,
+        float(delta.max()),
+        band,
+        f"{len(served)} tokens after {len(prefix)}: largest |delta logprob| "
+        f"{float(delta.max()):.3g} at {int(delta.argmax())}, furthest behind the argmax {float(behind.max()):.3g} "
+        f"(allowed {2 * band:.3g})",
+        repeat,
+    )

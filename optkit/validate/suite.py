@@ -21,6 +21,7 @@ from optkit.validate.per_stage import per_stage
 from optkit.validate.reference import AnyWeights, reference_weights
 from optkit.validate.rollout import rollout
 from optkit.validate.scenario import Scenario
+from optkit.validate.threads import one_thread
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,24 @@ def make(graph: Graph, want: Lengths, block_size: int = 16, device: torch.device
         return Scenario(graph, batch, n, want.seed + seed, block_size, blocks=blocks, slots=slots, device=device)
 
     batch = min(want.rollout_batch, rows)
-    return Suite(graph, scenario(rows, steps, 1), scenario(batch, rollout_steps, 2), scenario(batch, want.order_steps, 3),
-                 want.order_seeds, cases(graph, block_size, blocks, slots, device))
+    return Suite(
+        graph,
+        scenario(rows, steps, 1),
+        scenario(batch, rollout_steps, 2),
+        scenario(batch, want.order_steps, 3),
+        want.order_seeds,
+        cases(graph, block_size, blocks, slots, device),
+    )
 
 
-def validate(runner: StageRunner, weights: AnyWeights, suite: Suite, command: str = "",
-             progress: Callable[[str], None] = lambda _: None) -> tuple[list[Check], list[Numerics]]:
+@one_thread()
+def validate(
+    runner: StageRunner,
+    weights: AnyWeights,
+    suite: Suite,
+    command: str = "",
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[list[Check], list[Numerics]]:
     """Every check; task orders only for the CPU executor (a GPU's order is its own).
 
     `command` is the command that repeats the run, for the records; `progress` is told what starts.

@@ -70,8 +70,8 @@ RULES: dict[str, Rule] = {
     "bulk_state": Rule(("UBLKCP",), ()),
     "bulk_act": Rule(("UBLKCP",), ()),
 }
-GUARDED = ("ld_act", "bulk_act")
-"""Classes that only a wait allows."""
+GUARDED = ("ld_act", "ld_state", "bulk_act", *DATA_STORES)
+"""Classes that only a wait allows: loads (RAW), and stores too (WAR). State may be read earlier by bulk copy only."""
 QUIET = ("ld_sync", "st_sync", "red_sync", "atom_sync", "ld_tag", "ld_mail", "ld_table", "ld_weight", "ld_input")
 """Classes that code which only waits may contain."""
 

@@ -3,10 +3,10 @@
 Needs nvdisasm and no GPU. The cubin must be compiled with line information, and all global memory must be touched
 through one helper file (emit/kernels/memory.py), each access inside the helper function of its class.
 
-Rules: every access maps to a helper and has one of the forms of its class (access.py); a load of activations is
-reached only through a wait; an acquire drops L1 before the next activation load; a release has a fence between it and
-the data stores before it; a bulk copy of activations has a proxy fence; registers stay below the declared ceiling,
-and nothing lives in local memory.
+Rules: every access maps to a helper and has one of the forms of its class (access.py); a load or store of data is
+reached only through a wait (loads: RAW, stores: WAR); an acquire drops L1 before the next data load; a release has a
+fence between it and the data stores before it; a bulk copy of activations has a proxy fence; registers stay below the
+declared ceiling, and nothing lives in local memory.
 
 A *wait* is a loop around a poll (ld_sync with acquire, ld_tag, ld_mail) that touches no data: leaving it is what allows
 a load. Where the number of waits is a run-time value, or one thread waits for its CTA, the branch around the waits
@@ -17,7 +17,7 @@ the Plan's proof, proofs.py), and order inside one unrolled chain of several wai
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from optkit.checks import Check, from_findings
@@ -61,7 +61,7 @@ def audit(
     ]
 
 
-def audit_code(functions: list[sass.Function], memory: Path = MEMORY, repeat: str = "") -> list[Check]:
+def audit_code(functions: Sequence[sass.Function], memory: Path = MEMORY, repeat: str = "") -> list[Check]:
     """The three checks on instructions alone: access, guarded, fences."""
     table = A.helpers(memory)
     return _code_checks([_Kernel(f, memory, table) for f in functions], memory, repeat)
@@ -78,7 +78,7 @@ def _code_checks(kernels: list[_Kernel], memory: Path, repeat: str) -> list[Chec
         from_findings(
             "audit.guarded",
             [x for k in kernels for x in k.guarded()],
-            f"{sum(classes[c] for c in A.GUARDED)} activation loads, each behind a wait on every path",
+            f"{sum(classes[c] for c in A.GUARDED)} loads and stores of data, each behind a wait on every path",
             repeat,
         ),
         from_findings(
@@ -201,7 +201,7 @@ class _Kernel:
         return joins and any(loop <= region for loop in waits)
 
     def guarded(self) -> list[str]:
-        """Activation loads that some path reaches without a wait."""
+        """Loads and stores of data that some path reaches without a wait."""
         free = self.graph.reach(0, cut=self._passed())
         return [
             f"{self._at(k)}: reached without a wait before it"
@@ -249,7 +249,7 @@ class _Kernel:
                 if fence(self.f.code[j]) and self._holds(k, j):
                     stopped = True
                     break
-                if self.klass.get(j) in (*A.GUARDED, "ld_state"):
+                if self.klass.get(j) in ("ld_act", "ld_state", "bulk_act"):
                     return j
             if not stopped:
                 for s in g.succ[g.block_of[end - 1]]:

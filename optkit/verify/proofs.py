@@ -6,6 +6,8 @@ recomputed from stages, accesses and edges. A failure names buffer, stages, task
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from optkit.checks import Check, from_findings
 from optkit.plan.types import Plan
 from optkit.verify import mailbox, order, ring_model, rules
@@ -23,8 +25,11 @@ def prove(plan: Plan, repeat: str = "") -> list[Check]:
     if not plan.stages:
         return [Check("proof.arrivals", "fail", 0, 1, "the Plan has no stages", again)]
     structural = rules.arrivals(plan)
+    edges = rules.edges(plan)
+    here = range(len(plan.stages))
+    plan = replace(plan, edges=tuple(e for e in plan.edges if e.src in here and e.dst in here))
     out = [
-        _check("proof.edges", rules.edges(plan), f"{len(plan.edges)} edges join existing accesses", again),
+        _check("proof.edges", edges, f"{len(plan.edges)} edges join existing accesses", again),
         _check(
             "proof.arrivals",
             structural,

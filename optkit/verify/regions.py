@@ -226,15 +226,15 @@ def heard(pairs: tuple[Polled, ...], unheard: tuple[Footprint, ...] = (), single
     """Knowledge carried by the tagged buffers between two stages.
 
     `unheard`: what the writer stage writes besides; its units that do so are not heard in full. `single`: the reader's
-    units write one buffer, so that each store depends on a word of each buffer that the unit polls. Only units that
-    certainly exist count: with fewer run-time rows than the class the units of the last rows are empty, and a reader of
-    row r knows that rows 0 .. r exist. Routed writers ("cyclic") may have no units at all.
+    units write one buffer, so that each store depends on a word of each buffer that the unit polls. For `every`,
+    `every_whole` and `whole` the writer's task must have a unit that exists however few rows the step has: one of row 0
+    or of all rows. Routed writers ("cyclic") may have no units at all and tell nothing.
     """
     ws, rs = pairs[0].writer.shape, pairs[0].reader.shape
     if not all(p.writer.exact for p in pairs):
         none = Told.of(np.zeros((rs.tasks, ws.tasks), bool))
         return Heard(none, none, (), none, np.zeros(ws.units, bool))
-    exists = np.maximum(row_of_unit(ws), 0)[None, :] <= np.maximum(row_of_unit(rs), 0)[:, None]
+    exists = (row_of_unit(ws) <= 0)[None, :]
     staged = np.zeros((rs.units, ws.units), bool)  # reader unit polls a word of the writer unit before its first store
     polled = staged.copy()
     lost = np.zeros(ws.units, bool)  # the writer unit writes something that is not polled here

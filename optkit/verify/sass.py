@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 
@@ -73,7 +73,8 @@ def find_nvdisasm() -> Path:
     raise DisassemblyError("nvdisasm not found: install nvidia-cuda-nvdisasm (>= 13), or name it in $NVDISASM")
 
 
-def disassemble(cubin: bytes) -> list[Function]:
+@lru_cache(maxsize=8)
+def disassemble(cubin: bytes) -> tuple[Function, ...]:
     """All kernels of a cubin, with source lines. Raises DisassemblyError."""
     tool = find_nvdisasm()
     with tempfile.TemporaryDirectory() as d:
@@ -82,7 +83,7 @@ def disassemble(cubin: bytes) -> list[Function]:
         done = subprocess.run([tool, "-gi", "-c", path], capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
         raise DisassemblyError(f"nvdisasm: {(done.stderr or done.stdout).strip().splitlines()[-1:] or done.returncode}")
-    return parse(done.stdout)
+    return tuple(parse(done.stdout))
 
 
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")

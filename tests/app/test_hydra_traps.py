@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import Result, child
+from commands import Result, child
 
 from optkit.compose import resolve
 from optkit.errors import Problem, UserError
@@ -86,7 +86,9 @@ def test_trap_4_launcher_in_a_swept_recipe_is_ignored(optkit: Optkit, tmp_path: 
     assert not (tmp_path / "outputs").exists()
 
 
-def test_trap_5_a_recipe_with_a_shipped_name_is_ignored(optkit: Optkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trap_5_a_recipe_with_a_shipped_name_is_ignored(
+    optkit: Optkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hydra takes the packaged file in silence. Here an ambiguous name is an error that shows both files."""
     mine = tmp_path / "my" / "llama" / "tiny.yaml"
     mine.parent.mkdir(parents=True)
@@ -110,7 +112,9 @@ def test_trap_6_self_after_recipe_cancels_the_recipe(tmp_path: Path) -> None:
             if group == "defaults":
                 for entry in section:
                     ((name, option),) = entry.items()
-                    assert f"conf/{name.removeprefix('override /')}/{option}.yaml" in [la.source for la in resolved.layers]
+                    assert f"conf/{name.removeprefix('override /')}/{option}.yaml" in [
+                        la.source for la in resolved.layers
+                    ]
             else:
                 for name, value in section.items():
                     assert resolved.tree[group][name] == value
@@ -154,7 +158,9 @@ def test_one_process_for_all_jobs(tmp_path: Path) -> None:
     assert len(pids) == 2
 
 
-def test_files_that_do_not_end_in_yaml_are_ignored(optkit: Optkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_do_not_end_in_yaml_are_ignored(
+    optkit: Optkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hydra does not see .yml. Here the user is told, and none is shipped."""
     assert not [p for p in CONF.rglob("*") if p.is_file() and p.suffix not in (".yaml", ".py", ".pyc")]
     (tmp_path / "mine.yml").write_text("decode: {batch: 1}\n")

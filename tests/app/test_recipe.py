@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import typing
 from enum import Enum
 from pathlib import Path
@@ -198,7 +199,10 @@ def test_model_limits() -> None:
     recipe = resolve("kimi_k3/h200_tp8_slice").recipe
     where = resolve("kimi_k3/h200_tp8_slice").source
     assert problems(recipe, where, Limits(layers=4, max_context=8192)) == []
-    assert [p.key for p in problems(recipe, where, Limits(layers=3, max_context=8191))] == ["decode.context", "model.layers"]
+    assert [p.key for p in problems(recipe, where, Limits(layers=3, max_context=8191))] == [
+        "decode.context",
+        "model.layers",
+    ]
 
 
 def test_interpolations_are_checked_after_composition(tmp_path: Path) -> None:
@@ -218,3 +222,25 @@ def test_schema_is_data_only() -> None:
     assert "_target_" not in text
     assert all(isinstance(f.metadata["doc"], str) and len(f.metadata["doc"]) > 10 for _, f in schema_fields())
     assert typing.get_type_hints(Recipe).keys() == set(GROUPS)
+
+
+def names_read() -> set[str]:
+    """Attributes that some code of the package loads, and (outside the schema) names it looks up as text."""
+    found: set[str] = set()
+    for path in CONF.parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                found.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and path.name != "recipe.py":
+                found.add(node.value)
+    return found
+
+
+def test_every_key_is_read_somewhere() -> None:
+    """A key that nothing reads would change nothing. A key with one allowed value states scope: nothing to change."""
+    read = names_read()
+    for key in KEYS:
+        hint = _hint(key)
+        if isinstance(hint, type) and issubclass(hint, Enum) and len(hint) == 1:
+            continue
+        assert key.split(".")[1] in read, f"{key} is read nowhere"

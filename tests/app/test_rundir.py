@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from conftest import child
+from commands import child
 
 from optkit.rundir import RunDir, utc_stamp, write_text
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, Result
+from commands import ROOT, Result
 
 import optkit.sweep as sweep_module
 from optkit.errors import UserError
@@ -36,9 +36,14 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def job(job: Job, folder: Path, until: str | None, threads: int | None) -> dict[str, Any]:
         ran.append(job.label)
         failed = "decode.context=32" in job.overrides
-        status = {"status": "failed" if failed else "passed", "verdict": "failed (1)" if failed else "verified",
-                  "digest": job.digest, "seconds": 1.0, "checks": {"pass": 3, "fail": int(failed), "not_run": 0},
-                  "error": "numerics: 3 against 2" if failed else ""}
+        status = {
+            "status": "failed" if failed else "passed",
+            "verdict": "failed (1)" if failed else "verified",
+            "digest": job.digest,
+            "seconds": 1.0,
+            "checks": {"pass": 3, "fail": int(failed), "not_run": 0},
+            "error": "numerics: 3 against 2" if failed else "",
+        }
         folder.mkdir(exist_ok=True)
         (folder / "status.json").write_text(json.dumps(status))
         return status
@@ -58,7 +63,11 @@ def test_the_whole_grid_last_key_fastest() -> None:
 
 def test_hydras_grammar_splits_the_values() -> None:
     assert len(expand(["recipe=llama/tiny", "decode.batch=[1,2],[4]"])) == 2
-    assert [j.tree["decode"]["batch"] for j in expand(["recipe=llama/tiny", "decode.batch=range(1,4)"])] == [[1], [2], [3]]
+    assert [j.tree["decode"]["batch"] for j in expand(["recipe=llama/tiny", "decode.batch=range(1,4)"])] == [
+        [1],
+        [2],
+        [3],
+    ]
     (job,) = expand(["recipe=llama/tiny", "hardware.name='a,b'"])
     assert job.tree["hardware"]["name"] == "a,b" and job.swept == ()
     assert len(expand(["recipe=llama/tiny", "hardware.name='a,b','c'"])) == 2
@@ -87,17 +96,31 @@ def test_one_mistake_is_one_line_and_nothing_starts(optkit: Optkit, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "launcher", [[], ["--launcher", "basic"], ["hydra/launcher=basic"], ["--launcher", "joblib", "--jobs", "2"],
-                 ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"], ["--jobs", "2"]]
+    "launcher",
+    [
+        [],
+        ["--launcher", "basic"],
+        ["hydra/launcher=basic"],
+        ["--launcher", "joblib", "--jobs", "2"],
+        ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
+        ["--jobs", "2"],
+    ],
 )
-def test_every_job_runs_and_a_failure_stops_none(optkit: Optkit, tmp_path: Path, instant: list[str], launcher: list[str]) -> None:
-    result = optkit("sweep", "recipe=kimi_k3/tiny,llama/tiny", "decode.context=32,64", "validate.rollout_steps=8", *launcher)
+def test_every_job_runs_and_a_failure_stops_none(
+    optkit: Optkit, tmp_path: Path, instant: list[str], launcher: list[str]
+) -> None:
+    result = optkit(
+        "sweep", "recipe=kimi_k3/tiny,llama/tiny", "decode.context=32,64", "validate.rollout_steps=8", *launcher
+    )
     assert result.code == 1
     assert len(instant) == 4
     table = rows(tmp_path)
     assert [r["status"] for r in table] == ["failed", "passed", "failed", "passed"]
     assert [(r["recipe"], r["decode.context"]) for r in table] == [
-        ("kimi_k3/tiny", "32"), ("kimi_k3/tiny", "64"), ("llama/tiny", "32"), ("llama/tiny", "64")
+        ("kimi_k3/tiny", "32"),
+        ("kimi_k3/tiny", "64"),
+        ("llama/tiny", "32"),
+        ("llama/tiny", "64"),
     ]
     assert table[0]["error"] == "numerics: 3 against 2" and table[0]["fail"] == "1"
     assert "2 of 4 passed" in result.out and "4/4 " in result.out
@@ -117,13 +140,17 @@ def test_resume_skips_what_passed(optkit: Optkit, tmp_path: Path, instant: list[
     assert optkit("sweep", "--resume", folder).code == 1
     assert instant == ["decode.context=32"], "the failed one runs again, those that passed do not"
     assert {r["job"] for r in rows(tmp_path)} == before, "numbers are stable"
-    again = optkit("sweep", "recipe=llama/tiny", "decode.context=32,64,65", "validate.rollout_steps=8", "--resume", folder)
+    again = optkit(
+        "sweep", "recipe=llama/tiny", "decode.context=32,64,65", "validate.rollout_steps=8", "--resume", folder
+    )
     assert again.code == 1
     other = optkit("sweep", "recipe=llama/tiny", "decode.context=32,64", "--resume", folder)
     assert other.code == 2 and "decode.context=65" in other.err
 
 
-def test_resume_refuses_a_changed_recipe_and_shows_the_difference(optkit: Optkit, tmp_path: Path, instant: list[str]) -> None:
+def test_resume_refuses_a_changed_recipe_and_shows_the_difference(
+    optkit: Optkit, tmp_path: Path, instant: list[str]
+) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("defaults: [{override /model: llama/tiny}]\ndecode: {context: 64}\n")
     assert optkit("sweep", "recipe=./mine.yaml", "decode.batch=1,2").code == 0
@@ -148,7 +175,9 @@ def test_a_killed_sweep_can_be_resumed(tmp_path: Path) -> None:
     child.wait()
     (folder,) = sweep.iterdir()
     first = (next(folder.glob("000-*")) / "status.json").stat().st_mtime_ns
-    done = subprocess.run([*command[:4], "--resume", str(folder)], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command[:4], "--resume", str(folder)], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed before" in done.stdout and "3 of 3 passed" in done.stdout
     assert (next(folder.glob("000-*")) / "status.json").stat().st_mtime_ns == first

@@ -115,6 +115,13 @@ def test_timeline_sees_the_choices():
     assert simulate(tiny(1, "tagged"), Load(1, 256)).step_us < base  # a tagged hop is cheaper than a counter's
 
 
+def test_a_deeper_ring_hides_more():
+    """Two slots: hardly anything can be fetched before a wait ends."""
+    g, c = graph("kimi_k3", TP, (90, 93)), choices(parallel={"tp": TP})
+    times = [simulate(build_plan(g, c.but(overlap__ring_slots=n)), Load(1, 256)).step_us for n in (2, 3, 5)]
+    assert times[0] > times[1] > times[2]
+
+
 def test_few_requests_leave_row_tasks_idle():
     plan = tiny()
     kda = plan.index["L1.og"]

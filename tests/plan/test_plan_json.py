@@ -17,7 +17,7 @@ from optkit.plan.compress import compress, from_json, groups_of
 from optkit.plan.errors import PlanError
 from optkit.plan.types import Plan, Record
 
-GOLDEN = "b4468afdc913d0c6666f3c889577bcf08e25dfbc31a438d7a9fa31503180037e"
+GOLDEN = "08ccc280ee80bc46feb77d57e00507a026812e946e6a677eddd316a39b2c008f"
 """Digest of the small plan. It changes only when the planner is meant to decide otherwise: then look at the diff of
 `to_json` and put the new digest here."""
 
@@ -101,6 +101,7 @@ def test_full_kimi_k3_on_gb300():
     assert max(s.layer for s in plan.stages) == 93 and len(plan.stages) > 1500
     assert from_json(text) == plan
     assert len({s.body for s in plan.segments}) <= 8  # bodies do not grow with depth
+    assert {e.kind for e in plan.edges} == {"raw"}  # at size, the stages between prove every reuse
 
 
 @pytest.mark.parametrize("layers", [(0, 46), (46, 93)])

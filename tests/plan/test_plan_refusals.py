@@ -99,6 +99,24 @@ def test_context_too_long_for_the_memory():
     assert "needed per GPU, 141 there on h200" in line and "decode.context = 100000000" in line
 
 
+def test_memory_by_kind():
+    """Whole blocks of keys and values for the largest batch; a padding slot for recurrent state."""
+    blocks = 8 * -(-250 // 16)
+    heads = graph("llama_tiny").state("L0.kv").shape
+    layers = graph("llama_tiny").layers[1]
+    got = dict(build_plan(graph("llama_tiny"), choices(context=250)).memory)
+    assert got["kv"] == layers * blocks * 16 * 2 * heads[0] * heads[1] * 2 and got["state"] == 0
+    got = dict(tiny().memory)
+    d = 4 * 128
+    assert got["kv"] == 3 * 8 * 256 * 576 * 2
+    assert got["state"] == 9 * 6 * (4 * d * 128 + 2 * 3 * 3 * d)
+    assert got["weights"] == sum(w.nbytes for w in graph("kimi_k3_tiny").weights)
+    assert got["total"] == got["weights"] + got["kv"] + got["state"] + got["workspace"]
+    pool = choices(cache={"blocks": 1000, "slots": 20})
+    got = dict(build_plan(graph("kimi_k3_tiny"), pool).memory)
+    assert got["kv"] == 3 * 1000 * 16 * 576 * 2 and got["state"] == 20 * 6 * (4 * d * 128 + 2 * 3 * 3 * d)
+
+
 def test_shared_memory_says_asked_and_there():
     small = {"name": "small", "smem_kib": 64}
     (line,) = refused(graph("kimi_k3_tiny"), choices(hardware=small))
@@ -122,7 +140,7 @@ def test_registers():
 
 def test_several_budgets_at_once():
     got = refused(
-        graph("kimi_k3_tiny"), choices(hardware={"name": "x", "registers": 1024, "smem_kib": 32, "memory_gb": 0.1})
+        graph("kimi_k3_tiny"), choices(hardware={"name": "x", "registers": 1024, "smem_kib": 32, "memory_gb": 0.01})
     )
     assert [line.split(":")[0] for line in got] == ["shared memory", "registers", "memory"]
 

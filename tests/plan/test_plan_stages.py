@@ -10,12 +10,16 @@ from plan_cases import GB300, check_order, choices, edges_between, graph, llama,
 
 from optkit.execute.contents import contents
 from optkit.models.emulation import emulation_coefficients
-from optkit.models.graph import Builder
-from optkit.plan.bodies import BODIES
+from optkit.models.graph import Builder, Graph
+from optkit.plan.bodies import BODIES, Shape
 from optkit.plan.build import build_plan
 from optkit.plan.errors import PlanError
+from optkit.plan.fuse import Proto
+from optkit.plan.order import sort
+from optkit.plan.types import Access
 
 ALL = [tiny, llama]
+H = 256
 PART_KEYS = {
     *("op", "weight", "weight2", "m", "k", "first", "count", "groups", "x_stride", "x_offset", "epilogue", "out"),
     *("dtype", "act", "beta", "linear_beta", "add", "gate", "coeffs"),
@@ -70,7 +74,7 @@ def test_front_stage_parts():
     for p in (router, latent, shared):
         assert set(p) == PART_KEYS
     x = front.param("x")
-    assert set(x) == X_KEYS and x["prologue"] == "mixnorm" and x["width"] == 1024
+    assert set(x) == X_KEYS and x["prologue"] == "mixnorm" and x["width"] == H
     assert (router["epilogue"], router["dtype"], router["m"]) == ("store", "f32", 32)
     assert (latent["epilogue"], latent["dtype"]) == ("store", "bf16")
     assert (shared["epilogue"], shared["act"], shared["beta"], shared["linear_beta"]) == ("act", "situ", 4.0, 25.0)
@@ -82,7 +86,7 @@ def test_front_stage_parts():
     assert shared["m"] == g.weight(shared["weight"]).shape[0]
     streams = front.streams
     assert [s.weight for s in streams] == [p["weight"] for p in (router, latent, shared)]
-    assert streams[2].weight2 == shared["weight2"] and streams[0].tile_bytes == 16 * 512 * 2 and streams[0].tiles == 2
+    assert streams[2].weight2 == shared["weight2"] and streams[0].tile_bytes == 16 * H * 2 and streams[0].tiles == 1
 
 
 def test_attention_input_parts():
@@ -97,7 +101,7 @@ def test_attention_input_parts():
 def test_grouped_projections_and_value_gate():
     plan = tiny()
     (ql,) = stage(plan, "L3.ql").param("parts")
-    assert (ql["groups"], ql["x_stride"], ql["x_offset"], ql["k"]) == (8, 192, 0, 128)
+    assert (ql["groups"], ql["x_stride"], ql["x_offset"], ql["k"]) == (4, 192, 0, 128)
     (ov,) = stage(plan, "L3.ov").param("parts")
     assert (ov["epilogue"], ov["gate"], ov["out"], ov["k"]) == ("gate", "g@1", "og@1", 512)
 
@@ -126,13 +130,13 @@ def test_routed_experts():
     plan = tiny()
     up, down, route = (stage(plan, f"L1.{n}") for n in ("ea", "y", "route"))
     assert up.assign == "cyclic" and up.units == 8 * 4 * ceil(up.param("inter") / 8)
-    assert up.streams[0].index == "uniq@1" and up.streams[0].weight2.endswith("w3")
-    assert up.writes[0].by == "uniq@1"
+    assert up.streams[0].index == "L1.uniq" and up.streams[0].weight2.endswith("w3")
+    assert up.writes[0].by == "L1.uniq"
     assert down.streams[0].repeat == 32 and up.param("stream") == down.param("stream") == "after_wait"
-    uniq = plan.buffer["uniq@1"]
+    uniq = plan.buffer["L1.uniq"]
     assert (uniq.rows, uniq.width, uniq.dtype) == (1, 1 + 32 * 9, "i32")
     sets = {(s.value, s.producer): s for s in plan.index_sets}
-    assert sets["uniq@1", "L1.route"].bound == 32 and "partition" in sets["uniq@1", "L1.route"].facts
+    assert sets["L1.uniq", "L1.route"].bound == 32 and "partition" in sets["L1.uniq", "L1.route"].facts
     assert "injective" in sets["slot_mapping", "contract:vllm"].facts
     assert "injective" in sets["state_slot", "contract:vllm"].facts
     assert route.tasks == 1
@@ -182,7 +186,7 @@ def test_pipeline_stage_takes_and_gives_rows():
         b.layout == "plain" for b in given
     )  # the prefix and two saved rows, for vLLM to ship
     taken = [second.buffer[v] for v in g.inputs if v.startswith("in.")]
-    assert len(taken) == 3 and all((b.klass, b.width) == ("input", 1024) for b in taken)
+    assert len(taken) == 3 and all((b.klass, b.width) == ("input", H) for b in taken)
     check_order(first)
     check_order(second)
 
@@ -204,3 +208,100 @@ def test_more_sms_change_the_placement_only():
     plan = build_plan(graph("kimi_k3_tiny"), choices(hardware=GB300))
     assert plan.sms == 152 and names(plan) == names(tiny())
     assert max(s.tasks for s in plan.stages) == 152
+
+
+def chain(b: Builder, name: str, x: str, n: int = 64, layer: int = 0) -> str:
+    w = b.weight(f"w.{name}", (n, n))
+    return b.add(name, "linear", (x,), ((name, n, "bf16"),), weights={"w": w}, layer=layer)[0]
+
+
+def start(b: Builder) -> str:
+    return b.add(
+        "embed", "embed", ("token",), (("x", 64, "bf16"),), weights={"w": b.weight("e", (8, 64))}, vocab_start=0
+    )[0]
+
+
+def finish(b: Builder, out: str, layers: int) -> Graph:
+    return b.build(name="g", family="f", rows=8, layers=(0, layers), inputs=("token",), outputs=(out,))
+
+
+def test_a_value_read_far_ahead_keeps_its_buffer():
+    b = Builder()
+    p = start(b)
+    for layer in range(4):
+        p = chain(b, f"L{layer}.v", p, layer=layer)
+    out = b.add("sum", "add", (p, "L0.v", "L1.v"), (("out", 64, "bf16"),), layer=4)[0]
+    g = finish(b, out, 4)
+    plan = build_plan(g, choices())
+    outs = [s.param("parts")[0]["out"] for s in plan.stages if s.body == "gemv"]
+    assert outs == ["v@0", "v@1", "v@2", "v@3"]  # not @0 and @1 again: the sum still needs them
+    assert stage(plan, "sum").param("inputs") == ("v@3", "v@0", "v@1")
+    check_order(plan)
+
+
+def test_a_sum_of_two_projections_of_one_input():
+    """The one that sums waits for the other, so they cannot share a stage."""
+    b = Builder()
+    p = start(b)
+    first, second = chain(b, "L0.first", p), chain(b, "L0.second", p)
+    g = finish(b, b.add("sum", "add", (p, first, second), (("out", 64, "bf16"),))[0], 1)
+    plan = build_plan(g, choices())
+    assert names(plan) == ["embed", "L0.first", "L0.second"]
+    (part,) = stage(plan, "L0.second").param("parts")
+    assert part["epilogue"] == "add" and part["add"] == ("x@0", "first@0")
+    check_order(plan)
+
+
+def test_the_sum_goes_to_a_projection_that_nobody_else_reads():
+    b = Builder()
+    p = start(b)
+    first = chain(b, "L0.first", p)
+    second = chain(b, "L0.second", first)
+    third = chain(b, "L0.third", second)
+    out = b.add("sum", "add", (p, second, third), (("s", 64, "bf16"),))[0]
+    out = b.add("again", "add", (out, first, third), (("out", 64, "bf16"),))[0]
+    plan = build_plan(finish(b, out, 1), choices())
+    assert [s.name for s in plan.stages if s.body == "ew"] == ["sum", "again"]  # third is read twice, second by third
+    b = Builder()
+    p = start(b)
+    first, second = chain(b, "L0.first", p), chain(b, "L0.second", p)
+    third = chain(b, "L0.third", second)
+    out = b.add("sum", "add", (p, first, second), (("s", 64, "bf16"),))[0]
+    out = b.add("again", "add", (out, third), (("out", 64, "bf16"),))[0]
+    plan = build_plan(finish(b, out, 1), choices())
+    (part,) = stage(plan, "L0.first").param("parts")
+    assert part["add"] == ("x@0", "second@0")
+
+
+def test_a_partial_with_another_reader_cannot_be_exchanged():
+    b = Builder()
+    partial = chain(b, "L0.y", start(b))
+    total = b.add("L0.r", "all_reduce", (partial,), (("L0.r", 64, "bf16"),), layer=0, ranks=2, rank=0, seed=1)[0]
+    out = b.add("sum", "add", (total, partial), (("out", 64, "bf16"),))[0]
+    with pytest.raises(PlanError, match="L0.r: its input L0.y has another reader or leaves the graph"):
+        build_plan(finish(b, out, 1), choices(2))
+
+
+def test_a_value_with_another_reader_is_stored():
+    """Its product with the gate cannot replace it."""
+    b = Builder()
+    x = start(b)
+    v, g = chain(b, "L0.v", x), chain(b, "L0.g", x)
+    og = b.add("L0.og", "sigmoid_mul", (v, g), (("L0.og", 64, "bf16"),), layer=0)[0]
+    out = b.add("sum", "add", (v, og), (("out", 64, "bf16"),))[0]
+    plan = build_plan(finish(b, out, 1), choices())
+    assert [s.param("mode") for s in plan.stages if s.body == "ew"] == ["sigmoid_mul", "add"]
+    assert [p["epilogue"] for p in stage(plan, "x.proj").param("parts")] == ["store", "store"]
+
+
+def test_stages_on_one_state_keep_the_order_of_the_graph():
+    """Even where the earlier one becomes ready later."""
+    late = Proto("late", "ew", (), 0, {}, (9.0, 0.0))
+    insert = Proto("insert", "mla_insert", (), 0, {}, (1.0, 0.0))
+    attend = Proto("attend", "attn", (), 0, {}, (2.0, 0.0))
+    shapes = [
+        Shape(1, writes=(Access("kva"),)),
+        Shape(1, reads=(Access("kva"),), writes=(Access("kv"),)),
+        Shape(1, reads=(Access("kv"),), writes=(Access("o"),)),
+    ]
+    assert sort([late, insert, attend], shapes, frozenset({"kv"}), choices()) == [0, 1, 2]

@@ -320,8 +320,8 @@ def attn(c, d, task):
                 e = (i - h * n4) * 4
                 o0, o1, o2, o3 = M.lds_v4f(os + (h * (dv + 4) + e) * 4)
                 if splits == 1:
-                    l = M.lds_f32(ml + 64 + h * 4)
-                    inv = Float32(1.0) / A.fmax(l, Float32(1.0e-30))
+                    total = M.lds_f32(ml + 64 + h * 4)
+                    inv = Float32(1.0) / A.fmax(total, Float32(1.0e-30))
                     store4(c, out, row * out.width + (group * hpg + h) * dv + e, o0 * inv, o1 * inv, o2 * inv, o3 * inv)
                 else:
                     store4(c, out, partial_at(row, out.width, group, splits, split, hpg, h, dv) + 4 + e, o0, o1, o2, o3)

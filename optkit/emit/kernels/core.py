@@ -92,14 +92,21 @@ def fail(c, code, stage, edge):
 
 
 @cute.jit
+def late(c, stage):
+    """Whether the launch is past its deadline. A later stage gets 100 us more, so that the wait whose producer is really
+    missing gives up first and is the one that gets recorded, not one of those behind it."""
+    return A.globaltimer() - c.start > c.timeout + Int64(stage & 0xFFFF) * 100000
+
+
+@cute.jit
 def give_up(c, spins, code, stage, edge):
-    """1 when a wait must end: somebody aborted, or this wait has polled c.spins times (then it aborts)."""
+    """1 when a wait must end: somebody aborted, or the launch is late (then this wait aborts it). Asked every 256 polls."""
     out = Uint32(0)
     if (spins & 255) == 255:
         out = M.ld_sync_relaxed(c.sync_base + L.SYNC_ABORT)
-    if spins > c.spins:
-        fail(c, code, stage, edge)
-        out = Uint32(1)
+        if out == Uint32(0) and late(c, stage):
+            fail(c, code, stage, edge)
+            out = Uint32(1)
     return out
 
 
@@ -297,11 +304,8 @@ def ring_wait(c, bar, parity, code):
     stop = Uint32(0)
     spins = Int32(0)
     while try_wait(bar, parity) == Uint32(0) and stop == Uint32(0):
-        spins += 1
-        stop = M.ld_sync_relaxed(c.sync_base + L.SYNC_ABORT)
-        if spins > c.spins:
-            fail(c, code, 0, 0)
-            stop = Uint32(1)
+        spins += 255  # the hardware suspends each try: asking every time costs nothing
+        stop = give_up(c, spins, code, 0xFFFF, 0)
     return stop
 
 

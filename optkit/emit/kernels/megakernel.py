@@ -66,7 +66,7 @@ class Megakernel:
         epoch = Uint64(M.lds_b64(misc0 + 256))
         c = Ctx(self.slots, tagged=self.tagged, tid=tid, bid=bid, warp=warp, lane=lane, g=lane // 4, t=lane % 4, epoch=epoch,
                 sync_base=sync_base, rows=Int32(M.ld_table_b64(rt + L.RT_ROWS * 8)),
-                spins=Int32(M.ld_table_b64(rt + L.RT_SPINS * 8)), ring=Int32(ring.toint()), x=Int32(x.toint()),
+                start=A.globaltimer(), timeout=M.ld_table_b64(rt + L.RT_TIMEOUT * 8), ring=Int32(ring.toint()), x=Int32(x.toint()),
                 red=Int32(red.toint()), scratch=misc0, mix=misc0 + 128, flag=misc0 + 264, full=bars0,
                 empty=bars0 + self.slots * 8, rt=rt)
         if warp == L.WARPS:

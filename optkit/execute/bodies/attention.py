@@ -5,7 +5,7 @@ Caches are reached through the block table only. A row whose slot_mapping is neg
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -29,8 +29,9 @@ def mla_insert(stage: Stage, units: Sequence[int], mem: Memory) -> None:
     for r0, r1, _, _ in row_blocks(units, 1, mem.rows):
         a = class_rows(mem, stage.param("kva"), (r0, r1))
         c = a[:, :lora]
-        row = torch.cat([c * rms_scale(c, stage.param("eps")) * mem.weights.dense(stage.param("weight")),
-                         a[:, lora:]], -1).to(kv.dtype)
+        row = torch.cat(
+            [c * rms_scale(c, stage.param("eps")) * mem.weights.dense(stage.param("weight")), a[:, lora:]], -1
+        ).to(kv.dtype)
         for r in range(r0, r1):
             if (where := _new_token(mem, r, kv.shape[1])) is not None:
                 kv[where] = row[r]
@@ -51,26 +52,21 @@ def rope_insert(stage: Stage, units: Sequence[int], mem: Memory) -> None:
         mem.store(stage.param("out"), q.flatten(1), (r0, r1))
 
 
-def _units(stage: Stage, units: Sequence[int], mem: Memory, splits: int) -> Iterator[tuple[int, int, int]]:
-    """(row, group, split) of the units of active rows."""
-    groups = stage.param("groups")
-    for u in units:
-        row, part = divmod(u, groups * splits)
-        if row < mem.rows:
-            yield row, part // splits, part % splits
-
-
 def _query(stage: Stage, mem: Memory, row: int, group: int) -> torch.Tensor:
     """Queries of one row and group, float32 [heads_per_group, dqk]; MLA: [absorbed latent query | last rope columns]."""
     hpg, dqk, dv = (stage.param(k) for k in ("heads_per_group", "dqk", "dv"))
     if stage.param("kind") == "gqa":
-        return mem.load(stage.param("q"), (row, row + 1), group * hpg * dqk, (group + 1) * hpg * dqk).float().view(hpg, dqk)
+        return (
+            mem.load(stage.param("q"), (row, row + 1), group * hpg * dqk, (group + 1) * hpg * dqk)
+            .float()
+            .view(hpg, dqk)
+        )
     heads = hpg * stage.param("groups")
     q = stage.param("q")
     per_head = mem.buffer(q).width // heads
     latent = mem.load(stage.param("ql"), (row, row + 1), group * hpg * dv, (group + 1) * hpg * dv)
     full = mem.load(q, (row, row + 1), group * hpg * per_head, (group + 1) * hpg * per_head)
-    return torch.cat([latent.reshape(hpg, dv), full.reshape(hpg, per_head)[:, per_head - (dqk - dv):]], -1).float()
+    return torch.cat([latent.reshape(hpg, dv), full.reshape(hpg, per_head)[:, per_head - (dqk - dv) :]], -1).float()
 
 
 def _tokens(stage: Stage, mem: Memory, row: int, group: int, tokens: range) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,37 +87,45 @@ def _length(mem: Memory, row: int) -> int:
     return int(mem.input("seq_len")[row]) if int(mem.input("slot_mapping")[row]) >= 0 else 0
 
 
-def attn(stage: Stage, units: Sequence[int], mem: Memory) -> None:
-    """One split of one group of one row: bf16 output if there is one split, else (m, l, 0, 0, unnormalised o) per head."""
-    splits, hpg, dv = stage.param("splits"), stage.param("heads_per_group"), stage.param("dv")
-    for row, group, split in _units(stage, units, mem, splits):
-        tokens = split_ranges(_length(mem, row), splits)[split]
-        if splits > 1 and not tokens:  # short context: m = -inf, l = 0, o = 0, which weighs nothing in the combination
-            part = torch.zeros((hpg, dv + PARTIAL_EXTRA), device=mem.device)
+def _part(stage: Stage, mem: Memory, row: int, group: int, tokens: range) -> torch.Tensor:
+    """What one unit stores: o [hpg, dv] of a whole row, or (m, l, 0, 0, unnormalised o) per head of one split."""
+    hpg, dv, whole = stage.param("heads_per_group"), stage.param("dv"), stage.param("splits") == 1
+    if not tokens:  # padding, or fewer chunks than splits: m = -inf, l = 0, o = 0 weighs nothing in the combination
+        part = torch.zeros((hpg, dv if whole else dv + PARTIAL_EXTRA), device=mem.device)
+        if not whole:
             part[:, 0] = -torch.inf
-            mem.store(stage.param("out"), part.view(1, -1), (row, row + 1), (group * splits + split) * part.numel())
-            continue
-        k, v = _tokens(stage, mem, row, group, tokens)
-        m, l, o = attention_part(_query(stage, mem, row, group), k, v, stage.param("scale"))
-        if splits == 1:
-            o = o / l[:, None] if len(tokens) else o
-            mem.store(stage.param("out"), o.reshape(1, -1), (row, row + 1), group * hpg * dv)
-        else:
-            pad = torch.zeros((hpg, PARTIAL_EXTRA - 2), device=mem.device)
-            part = torch.cat([m[:, None], l[:, None], pad, o], -1)
-            mem.store(stage.param("out"), part.reshape(1, -1), (row, row + 1),
-                      (group * splits + split) * hpg * (dv + PARTIAL_EXTRA))
+        return part
+    k, v = _tokens(stage, mem, row, group, tokens)
+    m, total, o = attention_part(_query(stage, mem, row, group), k, v, stage.param("scale"))
+    if whole:
+        return o / total[:, None]
+    return torch.cat([torch.stack([m, total], -1), o.new_zeros(hpg, PARTIAL_EXTRA - 2), o], -1)
+
+
+def attn(stage: Stage, units: Sequence[int], mem: Memory) -> None:
+    """Units (row, group, split): bf16 output if there is one split, else partials for `attn_combine`."""
+    splits = stage.param("splits")
+    for r0, r1, j0, j1 in row_blocks(units, stage.param("groups") * splits, mem.rows):
+        for row in range(r0, r1):
+            ranges = split_ranges(_length(mem, row), splits)
+            parts = [_part(stage, mem, row, j // splits, ranges[j % splits]).flatten() for j in range(j0, j1)]
+            mem.store(stage.param("out"), torch.cat(parts)[None], (row, row + 1), j0 * len(parts[0]))
 
 
 def attn_combine(stage: Stage, units: Sequence[int], mem: Memory) -> None:
-    """The splits of one group of one row, combined in order; `partial` (or `inputs`) holds (m, l, 0, 0, o) per head."""
+    """Units (row, group): the splits that hold tokens, combined in order; zero for padding."""
     splits, hpg, dv = stage.param("splits"), stage.param("heads_per_group"), stage.param("dv")
-    size = hpg * (dv + PARTIAL_EXTRA)
-    for row, group, _ in _units(stage, units, mem, 1):
-        if _length(mem, row) == 0:
-            o = torch.zeros((hpg, dv), device=mem.device)
-        else:
-            lo = group * splits * size
-            p = mem.load(stage.param("partial"), (row, row + 1), lo, lo + splits * size).view(splits, hpg, dv + PARTIAL_EXTRA)
-            o = attention_combine([(s[:, 0], s[:, 1], s[:, PARTIAL_EXTRA:]) for s in p])
-        mem.store(stage.param("out"), o.reshape(1, -1), (row, row + 1), group * hpg * dv)
+    head = dv + PARTIAL_EXTRA
+    for r0, r1, g0, g1 in row_blocks(units, stage.param("groups"), mem.rows):
+        for row in range(r0, r1):
+            held = [s for s, tokens in enumerate(split_ranges(_length(mem, row), splits)) if tokens]
+            out = torch.zeros((1, (g1 - g0) * hpg * dv), device=mem.device)
+            if held:
+                lo, hi = (g * splits * hpg * head for g in (g0, g1))
+                p = mem.load(stage.param("partial"), (row, row + 1), lo, hi).view(g1 - g0, splits, hpg, head)
+                parts = (
+                    (x[..., 0].flatten(), x[..., 1].flatten(), x[..., PARTIAL_EXTRA:].flatten(0, 1))
+                    for x in (p[:, s] for s in held)
+                )
+                out[0] = attention_combine(list(parts)).flatten()
+            mem.store(stage.param("out"), out, (row, row + 1), g0 * hpg * dv)

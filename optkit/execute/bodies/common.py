@@ -18,16 +18,11 @@ from optkit.models.ops.attnres import block_statistics, mix_from_statistics
 
 def runs(units: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Maximal contiguous half-open runs of an increasing unit list."""
-    start = previous = None
-    for u in units:
-        if start is None:
-            start = u
-        elif u != previous + 1:
-            yield start, previous + 1
-            start = u
-        previous = u
-    if start is not None and previous is not None:
-        yield start, previous + 1
+    start = 0
+    for i in range(1, len(units) + 1):
+        if i == len(units) or units[i] != units[i - 1] + 1:
+            yield units[start], units[i - 1] + 1
+            start = i
 
 
 def row_blocks(units: Sequence[int], parts: int, rows: int) -> Iterator[tuple[int, int, int, int]]:
@@ -62,8 +57,9 @@ def elementwise(fn: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torc
     return fn(*flat)[:n].view(shape)
 
 
-def class_rows(mem: Memory, name: str, rows: tuple[int, int] | None = None, lo: int = 0,
-               hi: int | None = None) -> torch.Tensor:
+def class_rows(
+    mem: Memory, name: str, rows: tuple[int, int] | None = None, lo: int = 0, hi: int | None = None
+) -> torch.Tensor:
     """Rows [r0, r1) (default: all active) of a buffer in float32 at their places in [class rows, hi - lo], rest 0."""
     r0, r1 = rows or (0, mem.rows)
     value = mem.load(name, (r0, r1), lo, hi)

@@ -46,8 +46,11 @@ def ew(stage: Stage, units: Sequence[int], mem: Memory) -> None:
         if mode == "add":
             y = _add(v[0], v[1:])
         elif mode == "act_mul":
-            y = elementwise(lambda g, u: activation(stage.param("act"), g, u, stage.param("beta"),
-                                                    stage.param("linear_beta")), v[0], v[1])
+            y = elementwise(
+                lambda g, u: activation(stage.param("act"), g, u, stage.param("beta"), stage.param("linear_beta")),
+                v[0],
+                v[1],
+            )
         elif mode == "sigmoid_mul":
             y = v[0] * elementwise(torch.sigmoid, v[1])
         elif mode == "reduce":

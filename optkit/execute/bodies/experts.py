@@ -105,8 +105,9 @@ def _gate_up(stage: Stage, z: torch.Tensor, w1: torch.Tensor, w3: torch.Tensor) 
     """z [rows, L], tiles [n, 8, L] -> [n, rows, 8]."""
     x = z.expand(len(w1), *z.shape)
     gate, up = torch.bmm(x, w1.transpose(1, 2)), torch.bmm(x, w3.transpose(1, 2))
-    return elementwise(lambda g, u: activation(stage.param("act"), g, u, stage.param("beta"), stage.param("linear_beta")),
-                       gate, up)
+    return elementwise(
+        lambda g, u: activation(stage.param("act"), g, u, stage.param("beta"), stage.param("linear_beta")), gate, up
+    )
 
 
 def expert_down(stage: Stage, units: Sequence[int], mem: Memory) -> None:

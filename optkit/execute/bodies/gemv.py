@@ -27,8 +27,9 @@ def round_bf16(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.bfloat16).float()
 
 
-def _operand(mem: Memory, part: dict[str, Any], whole: torch.Tensor | None, source: str, lo: int,
-             hi: int) -> torch.Tensor:
+def _operand(
+    mem: Memory, part: dict[str, Any], whole: torch.Tensor | None, source: str, lo: int, hi: int
+) -> torch.Tensor:
     """bf16 operand of units [lo, hi) of a part: [rows, K], or [hi - lo, rows, K] if grouped."""
     groups, k = part.get("groups") or 1, part["k"]
     offset = part.get("x_offset") or 0

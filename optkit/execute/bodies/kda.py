@@ -23,8 +23,9 @@ def kda(stage: Stage, units: Sequence[int], mem: Memory) -> None:
         _block(stage, mem, (r0, r1), h0, h1)
 
 
-def _convolve(stage: Stage, mem: Memory, rows: tuple[int, int], h0: int, h1: int, live: torch.Tensor,
-              slots: torch.Tensor) -> list[torch.Tensor]:
+def _convolve(
+    stage: Stage, mem: Memory, rows: tuple[int, int], h0: int, h1: int, live: torch.Tensor, slots: torch.Tensor
+) -> list[torch.Tensor]:
     """SiLU of the causal window for q, k, v of heads [h0, h1): each [live rows, heads * dim]; keeps the raw rows."""
     dim, total = stage.param("dim"), stage.param("heads") * stage.param("dim")
     state = mem.cache(stage.param("conv"))
@@ -39,8 +40,9 @@ def _convolve(stage: Stage, mem: Memory, rows: tuple[int, int], h0: int, h1: int
     return out
 
 
-def _delta(state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alpha: torch.Tensor,
-           beta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _delta(
+    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """models.ops.kda.delta_step as one product of fixed shape per head: [R, heads, V, K] -> (new state, o [R, heads, V])."""
 
     def product(s: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -64,8 +66,12 @@ def _block(stage: Stage, mem: Memory, rows: tuple[int, int], h0: int, h1: int) -
         q = q * torch.rsqrt((q * q).sum(-1, keepdim=True) + eps) * dim**-0.5
         k = k * torch.rsqrt((k * k).sum(-1, keepdim=True) + eps)
         f = mem.load(stage.param("f"), rows, h0 * dim, h1 * dim)[live].float()
-        alpha = decay(f, dense(stage.param("A_log"))[h0:h1], dense(stage.param("dt_bias"))[h0 * dim : h1 * dim],
-                      stage.param("lower_bound"))
+        alpha = decay(
+            f,
+            dense(stage.param("A_log"))[h0:h1],
+            dense(stage.param("dt_bias"))[h0 * dim : h1 * dim],
+            stage.param("lower_bound"),
+        )
         beta = elementwise(torch.sigmoid, mem.load(stage.param("b"), rows, h0, h1)[live].float())
         store = mem.cache(stage.param("recurrent"))
         state, o = _delta(store[slots, h0:h1].float(), q, k, v, alpha, beta)

@@ -123,6 +123,14 @@ def hoisted_in_loop(data, sync, n, tid):
 
 
 @cute.jit
+def early_store(data, sync, n, tid):
+    """The slot is overwritten before the wait for its last readers."""
+    M.st_act_v4(data + 4096 + Int64(tid) * 16, M.ld_weight_v4(data))
+    wait(sync, n)
+    M.st_act_v4(data + 8192 + Int64(tid) * 16, M.ld_act_v4(data + Int64(tid) * 16))
+
+
+@cute.jit
 def inside_wait(data, sync, n, tid):
     """The load is made while polling, so before the poll that succeeds."""
     x0 = Uint32(0)
@@ -197,6 +205,7 @@ CASES = {
         split_tag,
         hoisted,
         hoisted_in_loop,
+        early_store,
         inside_wait,
         no_loop,
         other_branch,
