@@ -268,11 +268,12 @@ class Config:
             if all(self.source_of(i) >= first for i in range(first, self.num_layers) if self.ratios[i])
         )
 
-    def of_layers(self, layers: tuple[int, ...]) -> Config:
+    def of_layers(self, layers: tuple[int, ...], engram_start: int = 0) -> Config:
         """A shallower model of the same widths, made of `layers` of this one in rising order, e.g. one of every type.
 
         Sources among them keep their role; a layer whose source is left out reads the nearest one that is there.
-        Raises ValueError if that leaves a compressed layer without rows.
+        `engram_start` > 0 shrinks the Engram tables: primes from there on, and just as many rows as they address.
+        Raises ConfigError if a compressed layer is left without rows.
         """
         place = {old: new for new, old in enumerate(layers)}
 
@@ -290,6 +291,9 @@ class Config:
             engram_layers=kept(self.engram_layers),
             engram_rows=tuple(rows[i] for i in layers if i in rows),
         )
+        if engram_start:
+            small = dataclasses.replace(small, engram_start=engram_start)
+            small = dataclasses.replace(small, engram_rows=tuple(h.rows for h in small.hashes().values()))
         reader = Reader({}, f"{FAMILY} layers {layers}")
         small._check_schedule(reader)
         small._check_engram(reader)

@@ -59,6 +59,16 @@ def test_published_rank(published: deepseek_v41.Config) -> None:
     assert g.weight("head.weight").shape == (16160, 5120)
 
 
+def test_plain_text_config_equals_wrapper(published: deepseek_v41.Config) -> None:
+    hf = families.named_config("deepseek_v41_flash")
+    text = {**hf["text_config"], "quantization_config": hf["quantization_config"]}
+    assert families.family_of(text).Config.from_hf(text) == published
+    del text["quantization_config"], hf["quantization_config"]
+    for config in (text, hf):
+        with pytest.raises(ConfigError, match="quantization_config: missing"):
+            deepseek_v41.Config.from_hf(config)
+
+
 def test_hash_ranges_equal_the_published_table_sizes(published: deepseek_v41.Config) -> None:
     """The prime search is right if 24 primes per layer sum to exactly the released tables' rows."""
     hashes = published.hashes()
@@ -100,7 +110,10 @@ def test_h200_slice_of_every_type(published: deepseek_v41.Config) -> None:
     small = published.of_layers(SLICE)
     assert (small.ratios, small.kv_sources, small.index_sources) == ((0, 0, 2, 2, 1, 1, 1), (2, 4), (2, 4, 6))
     assert (small.candidate_source, small.engram_layers) == (4, (1,))
-    g = deepseek_v41.build(small, rows=8, tp=8)
+    assert small.engram_rows == (384_006_168,)
+    little = published.of_layers(SLICE, engram_start=10_000)
+    assert little.engram_rows == (little.hashes()[1].rows,) and 24 * 10_000 < little.engram_rows[0] < 24 * 11_000
+    g = deepseek_v41.build(little, rows=8, tp=8)
     well_formed(g)
     whole = deepseek_v41.build(published, rows=8, tp=8)
     assert g.weight("layers.6.attn.wq_b.weight").shape == whole.weight("layers.24.attn.wq_b.weight").shape
