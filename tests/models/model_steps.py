@@ -39,7 +39,11 @@ class Model:
 
 def tiny(name: str) -> Model:
     """A shipped tiny configuration with random weights."""
-    hf = families.named_config(name)
+    return built(families.named_config(name))
+
+
+def built(hf: dict[str, Any]) -> Model:
+    """Any config.json with random weights."""
     module = families.family_of(hf)
     config = module.Config.from_hf(hf)
     graph = module.build(config, rows=4)

@@ -18,15 +18,23 @@ from optkit.models import checkpoint
 REASON = "needs nemo-automodel 0.7.0, installed with --no-deps"
 
 
-def nemo_logits(hf: dict[str, Any], directory: Path, ids: Tensor) -> Tensor:
-    """Logits [tokens, vocab] in fp32 of the sequence `ids`, from a directory that checkpoint.write_random made."""
+def nemo_logits(
+    hf: dict[str, Any], directory: Path, ids: Tensor, grids: bool, monkeypatch: pytest.MonkeyPatch
+) -> Tensor:
+    """Logits [tokens, vocab] in fp32 of the sequence `ids`, from a directory that checkpoint.write_random made.
+
+    `grids` False: caches and index queries are not rounded to their grids.
+    """
     pytest.importorskip("nemo_automodel", reason=REASON)
     from nemo_automodel.components.models.common import BackendConfig
+    from nemo_automodel.components.models.deepseek_v41 import attention
     from nemo_automodel.components.models.deepseek_v41.config import DeepseekV41Config
     from nemo_automodel.components.models.deepseek_v41.model import DeepseekV41ForCausalLM
     from safetensors.torch import load_file
     from transformers import PreTrainedTokenizerFast
 
+    if not grids:
+        monkeypatch.setattr(attention, "quantize_cache", lambda values, **_: values)
     config = DeepseekV41Config(
         text_config={**hf["text_config"], "dtype": "float32"}, vision_config={"num_hidden_layers": 0}
     )

@@ -6,16 +6,18 @@ blocks and the top-k both cut.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from model_steps import Model, caches, rel, rollout, tokens
+from model_steps import Model, built, caches, rel, rollout, tokens
 from numpy_deepseek import NumpyDeepseek
 from torch import Tensor
 
+from optkit.models import families
 from optkit.models.graph import Graph, Op
 from optkit.models.ops import OPS
 from optkit.models.ops.quantised import expand
@@ -56,6 +58,29 @@ def test_float64_equals_numpy(deepseek: Model, pair: tuple[Graph, list[Tensor], 
     assert last == {"L2.sel": c.index_topk, "L4.sel": c.index_topk, "L6.sel": c.index_topk, "L4.blocks": 3}
     outside = [~np.isin(o["L4.sel"][0].numpy() // c.candidate_block_size, o["L4.blocks"][0].numpy()) for o in out[20:]]
     assert any(o.any() for o in outside), "the candidate blocks cut nothing that the top-k took"
+
+
+def test_another_schedule_equals_numpy() -> None:
+    """Groups of four tokens, two sources in one stretch, a re-index without candidate blocks, no Engram, one o group."""
+    hf = copy.deepcopy(families.named_config("deepseek_v41_tiny"))
+    hf["text_config"] |= {
+        "num_hidden_layers": 5,
+        "compress_ratios": [4, 4, 4, 0, 4],
+        "kv_source_layer_ids": [0, 2],
+        "index_source_layer_ids": [0, 1, 2],
+        "candidate_source_layer_id": -1,
+        "engram_layer_ids": [],
+        "engram_num_embeddings": [],
+        "o_groups": 1,
+        "index_topk": 3,
+    }
+    model = built(hf)
+    assert "lookback" not in model.graph.inputs
+    oracle = NumpyDeepseek(model.config, plain(model), "official")
+    ids = tokens(1, 28)
+    for t, o in zip(ids, rollout(model.graph, model.exact, ids), strict=True):
+        assert rel(o["logits"][0], torch.from_numpy(oracle.step(int(t[0])))) < EXACT
+    assert (o["L1.sel"] >= 0).all()  # three of seven groups: the top-k cut
 
 
 def attr(op: Op, **changes: Any) -> Op:
