@@ -8,6 +8,7 @@ width n is a tensor [rows, n]. Plain data, hashable, no torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,6 +157,29 @@ class Graph:
         if what not in cache:
             cache[what] = {x.name: x for x in getattr(self, what)}
         return cache[what]
+
+
+PER_GROUP = ("block_table", "slot_mapping", "state_slot")
+"""Step inputs that a cache group of vLLM may have for itself."""
+
+
+def step_name(inputs: Container[str], name: str, layer: int) -> str:
+    """The step input that a layer reads: "state_slot@3" if there is one for layer 3 alone, else "state_slot".
+
+    vLLM splits the layers of a hybrid model into cache groups, each with a block table, slot mapping and state slots of
+    its own.
+    """
+    own = f"{name}@{layer}"
+    return own if own in inputs else name
+
+
+def state_input(inputs: Container[str], name: str, state: State) -> str:
+    """The step input through which a state is reached: "block_table@L2.compressed", "block_table@2" or "block_table".
+
+    A layer may read states of several cache groups (its own window, another layer's compressed rows).
+    """
+    own = f"{name}@{state.name}"
+    return own if own in inputs else step_name(inputs, name, state.layer)
 
 
 class Builder:

@@ -7,11 +7,13 @@ dtype, state rows stored in the state's dtype.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from optkit.models.graph import Graph, Weight
+from optkit.models.graph import PER_GROUP, Graph, Weight, state_input
 from optkit.models.ops import OPS, Choices, StateTensor, StepContext, WeightTensor
 from optkit.models.ops.comm import COLLECTIVES, combine
 from optkit.models.ops.quantised import expand
@@ -85,6 +87,7 @@ def _context(
         active,
         adopt,
         inputs["lookback"] if "lookback" in graph.inputs else None,
+        {s.name: {name: inputs[state_input(inputs, name, s)] for name in PER_GROUP} for s in graph.states},
     )
 
 
@@ -105,6 +108,7 @@ class _Rank:
         adopt: Choices | None,
     ) -> None:
         self.graph, self.weights = graph, weights
+        self.inputs = inputs
         self.ctx = _context(graph, inputs, caches, precision, adopt)
         self.values = {k: inputs[k] for k in graph.inputs if k == "token" or k.startswith("in.")}
 
@@ -120,7 +124,13 @@ class _Rank:
     def step(self, index: int) -> None:
         op = self.graph.ops[index]
         weights = {role: self.weights[name] for role, name in op.weights}
-        self.store(op.outputs, OPS[op.kind].ref(op, [self.read(v) for v in op.inputs], weights, self.ctx))
+        ctx = self.ctx
+        own: dict[str, Any] = {
+            name: self.inputs[f"{name}@{op.layer}"] for name in PER_GROUP if f"{name}@{op.layer}" in self.inputs
+        }
+        if own:
+            ctx = replace(ctx, **own)
+        self.store(op.outputs, OPS[op.kind].ref(op, [self.read(v) for v in op.inputs], weights, ctx))
 
 
 def run(

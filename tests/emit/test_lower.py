@@ -41,7 +41,7 @@ def fake(graph: Graph, plan: Plan) -> Addresses:
     def state(name: str) -> StateAddress:
         return StateAddress(at(name), 4096, 256, 64, (at(name + "/v"), 4096, 256, 64))
 
-    return Addresses(at, weight, state, lambda a: at(a.tobytes().hex()[:64]), 1 << 40, 512)
+    return Addresses(at, weight, state, lambda a: at(a.tobytes().hex()[:64]), lambda n, _: at(n), 1 << 40, 512)
 
 
 @pytest.fixture(scope="module")

@@ -187,6 +187,30 @@ def test_bf16_is_near_float64(deepseek: Model, cache_format: str, limit: float) 
     assert 2**-9 < min(errors) and max(errors) < limit
 
 
+def test_cache_groups_have_tables_and_block_sizes_of_their_own(deepseek: Model) -> None:
+    """As in vLLM: small pages for windows, others for compressed rows and keys; the same values as with one table."""
+    ids = tokens(2, 22)
+    want = rollout(deepseek.graph, deepseek.exact, ids)
+    state, small = caches(deepseek.graph, 2), BLOCK_SIZE // 4
+    tables = torch.randperm(2 * 16, generator=torch.Generator().manual_seed(9)).reshape(2, 16).int()
+    for s in deepseek.graph.states:
+        if s.window:
+            state[s.name] = torch.zeros(2 * 16, small, *s.shape, dtype=torch.float64)
+    for i, t in enumerate(ids):
+        inputs = step_inputs(t, i, before=ids)
+        for s in deepseek.graph.states:
+            if s.window:
+                inputs[f"block_table@{s.name}"] = tables
+                inputs[f"slot_mapping@{s.name}"] = tables[:, i // small].long() * small + i % small
+        inputs["state_slot@L2.ring"] = torch.tensor([2, 1], dtype=torch.int32)
+        inputs["block_table@4"] = inputs["block_table"].flip(
+            0
+        )  # rows swap pages: layer 4's states, read by 5 and 6 too
+        inputs["slot_mapping@4"] = inputs["slot_mapping"].flip(0)
+        out = interpret.run(deepseek.graph, deepseek.exact, inputs, state)
+        assert rel(out["logits"], want[i]["logits"]) < 1e-10
+
+
 def test_chosen_keys_are_adopted_within_the_score_error(deepseek: Model) -> None:
     ids = tokens(1, 20)
     want = rollout(deepseek.graph, deepseek.exact, ids)[-1]["L4.sel"]

@@ -33,8 +33,22 @@ A = cute.arch
 (RO_EXPERTS, RO_TOPK, RO_SCALE, RO_BIAS, RO_IDS, RO_UNIQ) = range(6)
 RO_LOGITS, RO_WTS = 6, 8
 # params of the expert stages
-(E_INTER, E_LATENT, E_TOPK, E_ACT, E_BETA, E_LINEAR_BETA, E_UNIQ, E_W1, E_S1, E_W3, E_S3, E_RANKS, E_PEERS,
- E_COEFFS) = range(14)
+(
+    E_INTER,
+    E_LATENT,
+    E_TOPK,
+    E_ACT,
+    E_BETA,
+    E_LINEAR_BETA,
+    E_UNIQ,
+    E_W1,
+    E_S1,
+    E_W3,
+    E_S3,
+    E_RANKS,
+    E_PEERS,
+    E_COEFFS,
+) = range(14)
 E_IN, E_OUT, E_WTS = 14, 16, 18
 
 
@@ -182,7 +196,9 @@ def expert_gate_up(c, d, task, it):
             for ch in cutlass.range((latent + L.CHUNK_FP4 - 1) // L.CHUNK_FP4, unroll=1):
                 cols = cutlass.min(latent - ch * L.CHUNK_FP4, L.CHUNK_FP4)
                 slot = tile_wait(c, it)
-                acc = fp4_tile(c, slot, c.x + c.g * pitch + ch * (L.CHUNK_FP4 * 2), acc, cols // 32, cols // 32, one, one)
+                acc = fp4_tile(
+                    c, slot, c.x + c.g * pitch + ch * (L.CHUNK_FP4 * 2), acc, cols // 32, cols // 32, one, one
+                )
                 tile_done(c, it)
                 it += 1
             y0, y1, y2, y3 = reduce_tile(c, acc, parity)
@@ -194,8 +210,15 @@ def expert_gate_up(c, d, task, it):
                 if c.g < c.rows:
                     k = Int32(M.ld_act_b32(uniq + Int64(1 + u * (1 + L.ROWS) + 1 + c.g) * 4))
                 if k >= 0 and c.t < 2:
-                    store4(c, out, c.g * out.width + k * inter + j * 8 + 4 * c.t, activate(act, b, lb, y0, v[0]),
-                           activate(act, b, lb, y1, v[1]), activate(act, b, lb, y2, v[2]), activate(act, b, lb, y3, v[3]))
+                    store4(
+                        c,
+                        out,
+                        c.g * out.width + k * inter + j * 8 + 4 * c.t,
+                        activate(act, b, lb, y0, v[0]),
+                        activate(act, b, lb, y1, v[1]),
+                        activate(act, b, lb, y2, v[2]),
+                        activate(act, b, lb, y3, v[3]),
+                    )
     return it
 
 
@@ -254,8 +277,20 @@ def expert_down(c, d, task, it):
         if c.warp == 0 and c.g < c.rows and col < latent:
             ranks = i32(d, L.PARAMS + E_RANKS)
             if ranks > 0:
-                send4(c, i64(d, L.PARAMS + E_PEERS), i64(d, L.PARAMS + E_COEFFS), ranks, out, c.g, c.rows, col, y[0], y[1],
-                      y[2], y[3])
+                send4(
+                    c,
+                    i64(d, L.PARAMS + E_PEERS),
+                    i64(d, L.PARAMS + E_COEFFS),
+                    ranks,
+                    out,
+                    c.g,
+                    c.rows,
+                    col,
+                    y[0],
+                    y[1],
+                    y[2],
+                    y[3],
+                )
             else:
                 store4(c, out, c.g * out.width + col, y[0], y[1], y[2], y[3])
     return it

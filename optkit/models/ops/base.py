@@ -8,7 +8,7 @@ dtype and are cast here. Values are [rows, width].
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ class StepContext:
     active: Tensor | None = None  # bool [R]; None = all rows
     choices: Choices | None = None
     lookback: Tensor | None = None  # i32 [R, k]: tokens before the new one, nearest first, -1 = none
+    per_state: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # graph.PER_GROUP inputs by state name
 
     def state(self, name: str) -> Tensor:
         """A state held as one tensor."""
@@ -76,6 +77,10 @@ class StepContext:
         t = self.states[name]
         assert isinstance(t, tuple), f"{name} is not a pair"
         return t
+
+    def of(self, state: str, ratio: int = 1) -> StepContext:
+        """The step as the cache group of a paged state with `ratio` tokens a row sees it: its table, slots, block size."""
+        return replace(self, block_size=self.state(state).shape[1] * ratio, **self.per_state.get(state, {}))
 
     def token_rows(self, row: int) -> tuple[Tensor, Tensor]:
         """(block, offset) of every token of the request in `row`, oldest first."""

@@ -80,7 +80,7 @@ def index_select(op: Op, ins: list[Tensor], weights: Weights, ctx: StepContext) 
     """
     heads, topk, ratio, size = (op.attr(a) for a in ("heads", "topk", "ratio", "block_size"))
     publishes, keep = len(op.outputs) == 2, op.attr("keep_blocks")
-    state = ctx.state(op.state("keys"))
+    state, ctx = ctx.state(op.state("keys")), ctx.of(op.state("keys"), ratio)
     rows = ins[0].shape[0]
     q = ins[0].unflatten(-1, (heads, -1))
     groups = [int(ctx.seq_len[r]) // ratio if int(ctx.slot_mapping[r]) >= 0 else 0 for r in range(rows)]

@@ -29,14 +29,14 @@ def latent_insert(op: Op, ins: list[Tensor], weights: Weights, ctx: StepContext)
     // ratio in flat rows.
     """
     ratio, rope, x = op.attr("ratio"), op.attr("rope"), ins[0]
-    state = ctx.state(op.state("kv"))
+    state, group = ctx.state(op.state("kv")), ctx.of(op.state("kv"), ratio)
     if "w" in weights:
         x = x * rms_scale(x, op.attr("eps")) * cast(weights, "w", ctx)
     position = (ctx.seq_len - ratio).clamp(min=0)
     row = rotate_tail(x, position, rope, op.attr("theta"), op.attr("scaling"))
     row = round_rows(row, op.attr("format"), rope).to(state.dtype)
     for r in range(row.shape[0]):
-        if (where := ctx.closed_group(r, ratio)) is not None:
+        if (where := group.closed_group(r, ratio)) is not None:
             state[where] = row[r]
     return []
 
@@ -58,7 +58,7 @@ def gated_pool(op: Op, ins: list[Tensor], weights: Weights, ctx: StepContext) ->
     State ring [slots, capacity, 2D]: [a | g] of position p at p mod capacity. All rows are written before any is
     read, so the rows of one request in one step see one another. capacity >= rows of a request in a step + ratio - 1.
     """
-    ratio, state = op.attr("ratio"), ctx.state(op.state("ring"))
+    ratio, state, ctx = op.attr("ratio"), ctx.state(op.state("ring")), ctx.of(op.state("ring"))
     capacity, width = state.shape[1], ins[0].shape[1]
     both = torch.cat(ins, -1).to(state.dtype)
     live = [r for r in range(both.shape[0]) if int(ctx.state_slot[r]) > 0 and int(ctx.slot_mapping[r]) >= 0]

@@ -45,17 +45,19 @@ def sparse_attention(op: Op, ins: list[Tensor], weights: Weights, ctx: StepConte
     `ratio` tokens; the selected ones are read, -1 is none). Tokens covered by both count twice, by design.
     """
     heads, window, ratio = (op.attr(a) for a in ("heads", "window", "ratio"))
-    recent, sink = ctx.state(op.state("window")), cast(weights, "sink", ctx)
+    recent, near = ctx.state(op.state("window")), ctx.of(op.state("window"))
+    sink = cast(weights, "sink", ctx)
     q = ins[0].unflatten(-1, (heads, -1))
     out = torch.zeros_like(q)
     for r in range(q.shape[0]):
-        if ctx.new_token(r) is None:
+        if near.new_token(r) is None:
             continue
         length = int(ctx.seq_len[r])
         t = torch.arange(max(0, length - window), length, device=recent.device)
-        rows = recent[ctx.group_rows(r, t, 1)]
+        rows = recent[near.group_rows(r, t, 1)]
         if len(ins) == 2:
             chosen = ins[1][r][ins[1][r] >= 0].long()
-            rows = torch.cat([rows, ctx.state(op.state("compressed"))[ctx.group_rows(r, chosen, ratio)]])
+            far, state = ctx.of(op.state("compressed"), ratio), ctx.state(op.state("compressed"))
+            rows = torch.cat([rows, state[far.group_rows(r, chosen, ratio)]])
         out[r] = attend_with_sink(q[r], rows.to(ctx.math), sink, op.attr("scale"))
     return [out.flatten(-2)]
