@@ -74,10 +74,10 @@ def evidence(recipe: Recipe, context: Context) -> None:
     """evidence.json from every check of the run; the report and the simulated timeline beside it."""
     if context.run is None:
         return
-    from optkit.plan.cost import Load
+    from optkit.recompose import ablated, load_of
     from optkit.report.publish import publish
 
-    load = Load(batch=min(recipe.decode.batch), context=recipe.decode.context)
+    load, plan = load_of(context.resolved), context.results.get("plan")
     publish(
         context.run.path,
         recipe=context.resolved.name,
@@ -87,7 +87,8 @@ def evidence(recipe: Recipe, context: Context) -> None:
         numerics=context.results.get("numerics", ()),
         scope=context.results.get("scope", {}),
         not_covered=NOT_COVERED,
-        plan=context.results.get("plan"),
+        plan=plan,
         load=load,
+        ablations=ablated(context.resolved, context.results["graph"], plan) if plan is not None else (),
     )
     context.note(f"simulated: batch {load.batch}, {load.context} tokens of context")
