@@ -47,10 +47,15 @@ def check(recipe: Recipe, context: Context) -> None:
     no device body can do refuses the recipe."""
     from optkit.emit.lower import limits
     from optkit.errors import UserError
+    from optkit.verify.constants import check_constants
     from optkit.verify.proofs import prove
     from optkit.verify.table import check_table
 
-    plans = context.results["plans"]
+    plans, source = context.results["plans"], context.results["source"]
+    epsilon = recipe.model.qk_lora_norm_eps
+    published = source.module.published(
+        source.config_json, recipe.parallel.tp, **({} if epsilon is None else {"qk_lora_norm_eps": epsilon})
+    )
     beyond = dict.fromkeys(line for one in plans.values() for line in limits(one))
     if beyond:
         raise UserError(beyond)
@@ -58,3 +63,6 @@ def check(recipe: Recipe, context: Context) -> None:
         suffix = f"@stage{stage}" if len(plans) > 1 else ""
         context.take(prove(one, f"optkit check {context.target}"), suffix=suffix)
         context.take(check_table(one, f"optkit check {context.target}"), suffix=suffix)
+        context.take(
+            check_constants(one, context.results["graphs"][stage], published, f"optkit check {context.target}"), suffix=suffix
+        )
