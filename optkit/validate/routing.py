@@ -21,6 +21,7 @@ from optkit.validate.reference import AnyWeights, reference_weights
 from optkit.validate.scenario import Scenario
 
 BODIES = ("route", "expert_gate_up", "expert_down")
+Ids = list[list[int]]
 TOP, BOTTOM = 0.9, 0.5
 """Scores plus bias of what is chosen fall evenly from 0.9 to 0.5, logits of all others are -12: with 16 choices the gaps
 are 0.025, far beyond rounding. Biases between -0.09 and 0.45 can be made up for; a case that they spoil is red."""
