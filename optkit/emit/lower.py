@@ -127,6 +127,12 @@ class _Row:
             raise TypeError(f"{self.stage.name}: weight {name} is not MXFP4")
         return a
 
+    def multiple(self, of: int, **values: int) -> None:
+        """Refuse a size that the body's vectors, tiles or bulk copies (16 bytes) cannot cut: it would drop the rest."""
+        for what, n in values.items():
+            if n % of:
+                raise ValueError(f"stage {self.stage.name}: {what} {n}: the device body takes multiples of {of}")
+
     def peers(self, out: str, coeffs: tuple[float, ...]) -> tuple[int, int]:
         """(table of mailbox slots this rank writes, table of coefficients); emulated: all slots of the own mailbox."""
         b = self.plan.buffer[out]
@@ -172,6 +178,7 @@ def _streams(row: _Row) -> None:
 
 
 def _prologue(row: _Row, x: Any, out: str = "") -> None:
+    row.multiple(8, width=x["width"])
     row.param(L.X_PROLOGUE, L.PROLOGUES.index(x["prologue"]), x["width"], row.weight(x["norm"]), L.f32_bits(x["eps"]),
               row.weight(x["mix_norm"]), row.weight(x["mix_proj"]), L.f32_bits(x["mix_eps"]), len(x["inputs"]))
     if len(x["inputs"]) > L.MAX_INPUTS:
@@ -192,6 +199,9 @@ def _gemv(row: _Row) -> None:
     for i, p in enumerate(parts):
         at = L.PARTS + i * L.PART_WORDS
         group_rows = p["m"] // p["groups"]
+        row.multiple(32, K=p["k"])  # a warp takes 32 columns at a time
+        row.multiple(8, x_stride=p["x_stride"], x_offset=p["x_offset"])
+        row.multiple(4, M=p["m"])  # a lane stores 4 outputs
         row.put(at, p["first"], p["count"], p["m"], p["k"], row.weight(p["weight"]), row.weight(p["weight2"]), group_rows,
                 p["x_stride"], p["x_offset"], L.EPILOGUES.index(p["epilogue"]),
                 L.ACTS.index(p["act"]) if p["act"] else 0, *row.write(p["out"]), L.f32_bits(p["beta"]),
@@ -218,6 +228,7 @@ def _blockstats(row: _Row) -> None:
 
 def _embed(row: _Row) -> None:
     p = row.p
+    row.multiple(4, width=p["width"])
     row.param(0, row.weight(p["weight"]), p["vocab_start"], p["vocab_rows"], p["width"], *row.write(p["out"]))
     if p["coeffs"]:
         row.param(6, len(p["coeffs"]), *row.peers(p["out"], p["coeffs"]))
@@ -263,9 +274,10 @@ def _attn(row: _Row, combine: bool = False) -> None:
     p = row.p
     kv = row.addr.state(p["kv"])
     mla = p["kind"] == "mla"
-    if p["heads_per_group"] > 16 or p["dqk"] % 32 or p["dv"] % 64:
+    if p["heads_per_group"] > 16 or p["dqk"] % 32 or p["dv"] % 64 or p["dv"] > L.MAX_DV:
         raise ValueError(f"stage {row.stage.name}: {p['heads_per_group']} heads a group (at most 16), key width {p['dqk']} "
-                         f"(multiple of 32), value width {p['dv']} (multiple of 64)")
+                         f"(multiple of 32), value width {p['dv']} (multiple of 64, at most {L.MAX_DV})")
+    row.multiple(8, nope=p["nope"], rope=p["rope"])
     v = (kv.base, kv.block, kv.row, 0) if mla else kv.v
     row.param(0, int(not mla), p["groups"], p["heads_per_group"], p["dqk"], p["dv"], L.f32_bits(p["scale"]), p["splits"],
               kv.base, kv.block, kv.row, kv.head, *v, p["dv"] if mla else 0, p["nope"] + p["rope"], p["nope"] if mla else 0)
@@ -285,6 +297,7 @@ def _attn_combine(row: _Row) -> None:
 def _ew(row: _Row) -> None:
     p = row.p
     ranks = row.plan.buffer[p["inputs"][0]].ranks
+    row.multiple(4, width=p["width"], shard=p["width"] // max(ranks, 1))
     row.param(0, L.EW_MODES.index(p["mode"]), p["width"], len(p["inputs"]), L.ACTS.index(p["act"]) if p["act"] else 0,
               L.f32_bits(p["beta"]), L.f32_bits(p["linear_beta"]), ranks, p["width"] // max(ranks, 1))
     if len(p["inputs"]) > 6:
@@ -307,6 +320,9 @@ def _route(row: _Row) -> None:
 def _expert(row: _Row, w1: str, w3: str, x: str) -> None:
     p = row.p
     a, b = row.fp4(p[w1]), row.fp4(p[w3])
+    # scales are copied 8 rows at once where a tile holds whole rows (2 bytes a row make 16), else row by row (16 bytes)
+    row.multiple(64, inter=p["inter"])
+    row.multiple(64 if p["latent"] <= L.CHUNK_FP4 else 512, latent=p["latent"])
     row.param(0, p["inter"], p["latent"], p["topk"], L.ACTS.index(p["act"]) if p.get("act") else 0,
               L.f32_bits(p.get("beta", 0.0)), L.f32_bits(p.get("linear_beta", 0.0)), row.addr.buffer(p["uniq"]), *a, *b)
     row.param(14, *row.read(p[x]), *row.write(p["out"]))

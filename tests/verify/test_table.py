@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,8 @@ from optkit.verify.table import check_table
 
 
 def plan_of(name: str, mechanism: str = "counter", tp: int = 1, peers: str = "emulated", **groups: Any) -> Plan:
-    config = families.named_config(name)
+    config = copy.deepcopy(families.named_config(name))
+    config.get("text_config", config)["moe_intermediate_size"] = 128  # 64 a rank at tp 2: what a tile of scales takes
     module = families.family_of(config)
     graph = module.build(module.Config.from_hf(config), rows=8, tp=tp, peers=peers)
     parallel = {"tp": tp, "peers": peers}
