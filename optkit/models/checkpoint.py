@@ -93,6 +93,9 @@ def _shards(directory: Path, problems: list[str]) -> dict[str, set[str] | None]:
             weight_map = json.loads(index.read_text())["weight_map"]
             promised: dict[str, set[str] | None] = {}
             for name, file in weight_map.items():
+                if not isinstance(file, str) or Path(file).name != file:  # never a file outside the checkpoint
+                    problems.append(f"{index}: {name}: {file!r}: expected the name of a file beside the index")
+                    continue
                 names = promised.setdefault(file, set())
                 assert names is not None
                 names.add(name)
@@ -111,7 +114,8 @@ class Checkpoint:
 
     def __init__(self, directory: str | Path, module: ModuleType) -> None:
         self.directory, self.module = Path(directory), module
-        self.problems: list[str] = []
+        self.problems: list[str] = []  # files that are damaged or absent: what they held is not known
+        self.misplaced: list[str] = []  # what the index says against the headers
         self.found: dict[str, Found] = {}
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
@@ -130,7 +134,7 @@ class Checkpoint:
             self._files[file] = handle
             names = set(handle.keys())
             for name in sorted((promised or set()) - names):
-                self.problems.append(f"{path}: {name}: missing: {INDEX} places it in this file")
+                self.misplaced.append(f"{path}: {name}: missing: {INDEX} places it in this file")
             for name in sorted(names):
                 self._note(file, name, handle)
         self._note_tokenizer()
@@ -155,7 +159,7 @@ class Checkpoint:
         view = handle.get_slice(stored)
         if name in self.found:
             other = self.found[name]
-            self.problems.append(f"{name}: stored twice, in {other.file} and {file}: expected once")
+            self.misplaced.append(f"{name}: stored twice, in {other.file} and {file}: expected once")
         dtype = view.get_dtype()
         self.found[name] = Found(file, stored, tuple(view.get_shape()), DTYPE_NAMES.get(dtype, dtype))
 
@@ -209,6 +213,20 @@ def compare_config(graph: Graph, config_json: Mapping[str, Any]) -> list[str]:
     return [f"config.json: {k}: {v!r}: expected {ours[k]!r}, as planned" for k, v in theirs.items() if v != ours[k]]
 
 
+def _verify(checkpoint: Checkpoint, graph: Graph) -> None:
+    problems = compare_config(graph, read_config(checkpoint.directory)) + checkpoint.problems + checkpoint.misplaced
+    if not checkpoint.problems:
+        problems += _mistakes(graph, checkpoint.found, checkpoint.module)
+    if problems:
+        raise CheckpointError("\n".join(problems))
+
+
+def verify(directory: str | Path, graph: Graph) -> None:
+    """Hold config.json and every header against the graph; reads no weight. Raises CheckpointError as `load` does."""
+    with Checkpoint(directory, families.FAMILIES[graph.family]) as checkpoint:
+        _verify(checkpoint, graph)
+
+
 def load(directory: str | Path, target: Any, tp: int = 1, rank: int = 0) -> dict[str, Resident]:
     """One rank's resident weights by name; "mxfp4" weights are (packed, scales).
 
@@ -219,11 +237,7 @@ def load(directory: str | Path, target: Any, tp: int = 1, rank: int = 0) -> dict
     module = families.FAMILIES[graph.family]
     ranks, rank = _parallel(graph)
     with Checkpoint(directory, module) as checkpoint:
-        problems = compare_config(graph, read_config(directory)) + checkpoint.problems
-        if not checkpoint.problems:
-            problems += _mistakes(graph, checkpoint.found, module)
-        if problems:
-            raise CheckpointError("\n".join(problems))
+        _verify(checkpoint, graph)
         return {w.name: packing.pack(w, ranks, rank, checkpoint.read) for w in graph.weights}
 
 
