@@ -335,7 +335,7 @@ class GpuRunner:
         a, b = shuffle
         if a and gcd(a, self.plan.sms) != 1:
             raise ValueError(f"shuffle: {a} and {self.plan.sms} CTAs have a common divisor: two would play one SM")
-        self.disturbance = (delay & 0x7FFFFFFF, a | b << 32)
+        self.disturbance = (delay & 0x7FFFFFFF, a | b << 32 if a else 0)
         self.rows = 0  # written with the next step's row count
 
     @contextmanager

@@ -125,7 +125,7 @@ def give_up(c, spins, code, stage, edge):
     out = Uint32(0)
     if (spins & 255) == 255:
         out = M.ld_sync_relaxed(c.sync_base + L.SYNC_ABORT)
-        if out == Uint32(0) and late(c, stage):
+        if out == Uint32(0) and late(c, stage + (1 if code == 2 else 0)):  # a tagged wait stands behind its producer's
             fail(c, code, stage, edge)
             out = Uint32(1)
     return out
