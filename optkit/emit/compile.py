@@ -45,7 +45,10 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel and its launch facts. `smem` is dynamic shared memory in bytes."""
+    """A compiled kernel and its launch facts.
+
+    `smem`: dynamic shared memory, bytes. `seconds`: what compiling took; `cached`: in an earlier run.
+    """
 
     spec: KernelSpec
     arch: str
@@ -55,6 +58,7 @@ class Kernel:
     cubin: bytes
     ptx: str
     seconds: float
+    cached: bool = False
 
     @property
     def params(self) -> tuple[tuple[str, int, int], ...]:
@@ -139,6 +143,7 @@ def compile_cached(spec: KernelSpec, arch: str, cache: Path, line_info: bool = T
                 cubin,
                 files[1].read_text(),
                 facts["seconds"],
+                cached=True,
             )
     k = compile_kernel(spec, arch, line_info)
     at.mkdir(parents=True, exist_ok=True)
