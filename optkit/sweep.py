@@ -66,8 +66,8 @@ def sweep_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=V1,V2", help="recipe=A,B and any key; several values are swept"
     )
-    parser.add_argument("--launcher", metavar="NAME", help="basic: one after the other; joblib: --jobs at a time (default: joblib where --jobs is above 1)")
-    parser.add_argument("--jobs", type=int, metavar="N", help="jobs at a time (default: 1; joblib: all CPUs)")
+    parser.add_argument("--launcher", metavar="NAME", help="basic: one after the other; joblib: --jobs at a time")
+    parser.add_argument("--jobs", type=int, metavar="N", help="jobs at a time; above 1 means joblib (default: 1)")
     parser.add_argument(
         "--resume", type=Path, metavar="DIR", help="go on with an earlier sweep: jobs that passed are skipped"
     )

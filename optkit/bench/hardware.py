@@ -307,9 +307,8 @@ def measure(
 
 
 def recipe_of(run: Path) -> str:
-    """outputs/<family>/<recipe>/<time> -> "<family>/<recipe>"."""
-    parts = run.resolve().parts
-    return "/".join(parts[-3:-1])
+    """The recipe that the artifact is named after: "kimi_k3/tiny", or "mine" for ./mine.yaml."""
+    return str(json.loads((run / "artifact" / "manifest.json").read_text(encoding="utf-8"))["name"])
 
 
 def benchmark(recipe: str, record: dict[str, Any], times: dict[int, float], steps: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import hashlib
 import os
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from optkit.emit import layout as L
@@ -58,7 +58,7 @@ class Kernel:
     cubin: bytes
     ptx: str
     seconds: float
-    cached: bool = False
+    cached: bool = field(default=False, compare=False)
 
     @property
     def params(self) -> tuple[tuple[str, int, int], ...]:
