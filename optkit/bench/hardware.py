@@ -182,6 +182,19 @@ def measure(
             check("transitions.bits", not bad, len(bad), 0, f"batches 8, 1, 4, 8 after one another; different: {bad}")
         ], []
 
+    def epochs() -> tuple[list[Check], list[Numerics]]:
+        """Launches on both sides of the one where every 32-bit counter wraps: the same bits."""
+        s = bench.scenario(4, 4)
+        runner = bench.runner(s)
+        want = run_bits(runner, s)
+        runner.start_at(2**32 - 2)
+        same = same_bits(run_bits(runner, s), want)
+        passed = runner.epoch - 2**32
+        return [
+            check("epochs.bits", same and passed > 0, passed, None, f"{s.steps} launches from number 2^32 - 1 on; "
+                  f"{'the same bits' if same else 'different bits'}, launches past 2^32 as value")
+        ], []
+
     def disturbed() -> tuple[list[Check], list[Numerics]]:
         """Seeded pauses before waits, signals and copies, SMs in another order, workspace poisoned: the same bits."""
         s = bench.scenario(8, 2)
@@ -283,6 +296,7 @@ def measure(
         attempt(("rollout.logits", "rollout.choices"), b, lambda b=b: roll(b))  # type: ignore[misc]
     attempt(("repeat.bits",), batches[-1], lambda: bits(batches[-1]))
     attempt(("transitions.bits",), None, transitions)
+    attempt(("epochs.bits",), None, epochs)
     attempt(("disturbed.bits",), None, disturbed)
     attempt(("groups.bits",), None, cache_groups)
     attempt(("lifetimes.bits",), None, lifetimes)

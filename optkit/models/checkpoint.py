@@ -27,6 +27,7 @@ from optkit.models.config import ConfigError
 from optkit.models.graph import Graph, Weight
 from optkit.models.packing import Region, Resident, Source
 from optkit.models.random_weights import has_tied_head, random_weight
+from optkit.models.tokenizer import write_word_tokenizer
 
 INDEX = "model.safetensors.index.json"
 DTYPE_NAMES = {"BF16": "bf16", "F32": "f32", "U8": "u8", "F16": "f16", "F64": "f64", "I32": "i32", "I64": "i64"}
@@ -255,7 +256,8 @@ def random_tensors(config_json: Mapping[str, Any], seed: int = 0) -> Iterator[di
 
 
 def write_random(directory: str | Path, config_json: Mapping[str, Any], seed: int = 0, shards: int = 1) -> Path:
-    """Writes config.json and random safetensors (with an index where shards > 1) for any config of a known family.
+    """Writes config.json, random safetensors (with an index where shards > 1) and a tokenizer of the words t0 t1 ...,
+    for any config of a known family.
 
     A wrapper config (text_config) gets wrapper names. The directory must not exist or be empty; it appears only when
     complete. Raises ConfigError for a config that no family takes, ValueError for a used directory.
@@ -293,6 +295,7 @@ def write_random(directory: str | Path, config_json: Mapping[str, Any], seed: in
         body = {"metadata": {"total_size": written}, "weight_map": weight_map}
         (partial / INDEX).write_text(json.dumps(body, indent=1, sort_keys=True))
     (partial / "config.json").write_text(json.dumps(config_json, indent=2))
+    write_word_tokenizer(partial, config_json.get("text_config", config_json)["vocab_size"])
     if directory.exists():
         directory.rmdir()
     os.replace(partial, directory)

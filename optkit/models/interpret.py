@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,9 +112,11 @@ class _Rank:
         op = self.graph.ops[index]
         weights = {role: self.weights[name] for role, name in op.weights}
         ctx = self.ctx
-        own = {name: self.inputs[f"{name}@{op.layer}"] for name in PER_GROUP if f"{name}@{op.layer}" in self.inputs}
+        own: dict[str, Any] = {
+            name: self.inputs[f"{name}@{op.layer}"] for name in PER_GROUP if f"{name}@{op.layer}" in self.inputs
+        }
         if own:
-            ctx = replace(ctx, **own)
+            ctx = replace(ctx, **own)  # type: ignore[arg-type]  # only names of PER_GROUP, all tensors
         self.store(op.outputs, OPS[op.kind].ref(op, [self.read(v) for v in op.inputs], weights, ctx))
 
 

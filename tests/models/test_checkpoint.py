@@ -194,6 +194,14 @@ def test_a_config_that_differs_from_the_plan_is_named(llama: Model, k3: Model, s
         checkpoint.load(small, k3.graph)
 
 
+def test_the_tokenizer_has_a_word_for_every_token(small: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(small)
+    last = tokenizer.vocab_size - 1
+    assert tokenizer("t0 t5 t17")["input_ids"] == [0, 5, 17] and tokenizer.decode([last]) == f"t{last}"
+
+
 def test_write_random_refuses_a_used_directory(llama: Model, small: Path) -> None:
     with pytest.raises(ValueError, match="not empty"):
         checkpoint.write_random(small, llama.hf)
