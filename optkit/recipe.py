@@ -235,7 +235,7 @@ class Bench:
     """What the hardware checks run on a GPU (`python -m optkit.bench.hardware`)."""
 
     steps: int = key(64, "steps of each rollout on the GPU, state carried", ge=1)
-    launches: int = key(100, "repeated launches that must give the same bits", ge=1)
+    launches: int = key(1000, "repeated launches that must give the same bits", ge=1)
 
 
 @dataclass

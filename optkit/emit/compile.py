@@ -35,8 +35,13 @@ class KernelSpec:
     @classmethod
     def of(cls, plan: Plan) -> KernelSpec:
         """The specification of a Plan's kernel."""
-        return cls(plan.sms, plan.ring_slots, x_bytes(plan), bodies_of(plan),
-                   any(b.layout == "tagged" and b.klass != "mailbox" for b in plan.buffers))
+        return cls(
+            plan.sms,
+            plan.ring_slots,
+            x_bytes(plan),
+            bodies_of(plan),
+            any(b.layout == "tagged" and b.klass != "mailbox" for b in plan.buffers),
+        )
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,16 @@ def compile_kernel(spec: KernelSpec, arch: str = "sm_90a", line_info: bool = Tru
     with tempfile.TemporaryDirectory(prefix="optkit-emit-") as tmp:
         options = f"--gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {tmp}"
         try:
-            cute.compile(kernel, Int64(0), Int64(0), Int32(0), Int32(0), Int32(0), make_fake_stream(),
-                         options=options + (" --generate-line-info" if line_info else ""))
+            cute.compile(
+                kernel,
+                Int64(0),
+                Int64(0),
+                Int32(0),
+                Int32(0),
+                Int32(0),
+                make_fake_stream(),
+                options=options + (" --generate-line-info" if line_info else ""),
+            )
         except Exception as e:  # the DSL raises many kinds; all mean that this specification cannot be built
             raise RuntimeError(f"emit: {arch}: the kernel does not compile: {e}") from e
         cubin = next(Path(tmp).glob("*.cubin")).read_bytes()
@@ -93,8 +106,14 @@ def compile_kernel(spec: KernelSpec, arch: str = "sm_90a", line_info: bool = Tru
 def smem_of(spec: KernelSpec) -> int:
     """Dynamic shared memory of the kernel: the allocations of megakernel.py in order, each at its alignment."""
     size = 0
-    for nbytes, align in ((spec.slots * L.SLOT, 1024), (spec.x_bytes, 128), (L.RED_BYTES, 128), (2 * L.DESC_WORDS * 8, 16),
-                          (L.MISC_BYTES, 16), (2 * spec.slots * 8, 16)):
+    for nbytes, align in (
+        (spec.slots * L.SLOT, 1024),
+        (spec.x_bytes, 128),
+        (L.RED_BYTES, 128),
+        (2 * L.DESC_WORDS * 8, 16),
+        (L.MISC_BYTES, 16),
+        (2 * spec.slots * 8, 16),
+    ):
         size = -(-size // align) * align + nbytes
     return size
 
@@ -103,7 +122,9 @@ def compile_cached(spec: KernelSpec, arch: str, cache: Path, line_info: bool = T
     """`compile_kernel`, kept in `cache` under the digest of specification, device sources and compiler version."""
     import json
 
-    key = hashlib.sha256(json.dumps([asdict(spec), arch, line_info, source_digest(), dsl_version()], sort_keys=True).encode())
+    key = hashlib.sha256(
+        json.dumps([asdict(spec), arch, line_info, source_digest(), dsl_version()], sort_keys=True).encode()
+    )
     at = cache / key.hexdigest()[:32]
     files = (at / "kernel.cubin", at / "kernel.ptx", at / "facts.json")
     with suppress(OSError, ValueError, KeyError, TypeError):  # absent or damaged: compiled again

@@ -34,16 +34,30 @@ def emit(recipe: Recipe, context: Context) -> None:
     context.results["kernel"] = kernel
     if context.run is not None:
         context.run.text("kernel.ptx", kernel.ptx)
-    context.check("emit.kernel", True, value=len(kernel.cubin), reason=f"{kernel.arch}: {len(spec.bodies)} stage bodies for "
-                  f"{len(plan.stages)} stages, {kernel.seconds:.1f} s to compile")
+    context.check(
+        "emit.kernel",
+        True,
+        value=len(kernel.cubin),
+        reason=f"{kernel.arch}: {len(spec.bodies)} stage bodies for "
+        f"{len(plan.stages)} stages, {kernel.seconds:.1f} s to compile",
+    )
     limit = recipe.hardware.smem_kib * 1024
-    context.check("emit.shared_memory", kernel.smem <= limit, value=kernel.smem, threshold=limit,
-                  reason="dynamic shared memory of the compiled kernel, bytes")
+    context.check(
+        "emit.shared_memory",
+        kernel.smem <= limit,
+        value=kernel.smem,
+        threshold=limit,
+        reason="dynamic shared memory of the compiled kernel, bytes",
+    )
     context.take(audit(kernel.cubin, plan))
     if len(plan.stages) <= MAX_PLANTED_STAGES:
         context.take([faults.catch_rate(plan), code_faults.catch_rate(kernel.cubin)])
     for arch in recipe.emit.probe_archs:
         probe = compile_cached(replace(spec, bodies=(PROBE_BODY,)), arch, cache_folder() / "kernels", line_info=False)
-        context.check(f"emit.probe.{arch}", True, value=len(probe.cubin),
-                      reason=f"the {PROBE_BODY} stage compiles for {arch}, {probe.seconds:.1f} s")
+        context.check(
+            f"emit.probe.{arch}",
+            True,
+            value=len(probe.cubin),
+            reason=f"the {PROBE_BODY} stage compiles for {arch}, {probe.seconds:.1f} s",
+        )
     context.note(f"{kernel.arch} cubin of {len(kernel.cubin) // 1024} KiB, {kernel.smem} bytes of shared memory")

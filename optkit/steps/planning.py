@@ -45,11 +45,17 @@ def plan(recipe: Recipe, context: Context) -> None:
 
 
 def check(recipe: Recipe, context: Context) -> None:
-    """The proofs on the Plan of every pipeline stage, and the table the kernel would walk held against it."""
+    """The proofs on the Plan of every pipeline stage, and the table the kernel would walk held against it. A stage that
+    no device body can do refuses the recipe."""
+    from optkit.emit.lower import limits
+    from optkit.errors import UserError
     from optkit.verify.proofs import prove
     from optkit.verify.table import check_table
 
     plans = context.results["plans"]
+    beyond = dict.fromkeys(line for one in plans.values() for line in limits(one))
+    if beyond:
+        raise UserError(beyond)
     for stage, one in plans.items():
         suffix = f"@stage{stage}" if len(plans) > 1 else ""
         context.take(prove(one, f"optkit check {context.target}"), suffix=suffix)

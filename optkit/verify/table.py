@@ -27,6 +27,9 @@ NAMES = ("table.waits", "table.operands", "table.constants")
 POSITIONS = 8
 """Rows of the rotary table that are made and compared: all rows come from one formula."""
 COUNTED = ("counter", "grid_barrier")
+STEP_WORDS = {"kda": (28, "state_slot"), "mla_insert": (10, "slot_mapping"), "rope_insert": (20, "slot_mapping"),
+              "attn": (24, "block_table")}
+"""Where a body finds the step input of its layer's cache group."""
 _APART = 1 << 32
 _EXPERT = ("w1", "w2", "w3")
 _STATE = {"block": 4096, "row": 256, "head": 64}
@@ -61,11 +64,14 @@ class _Space:
         self.arrays[address] = array
         return address
 
+    def step(self, name: str, layer: int) -> int:
+        return self(f"step input {name}@{layer}")
+
     def counter(self, stage: int) -> int:
         return self.sync + L.SYNC_COUNTERS + stage * L.LINE
 
     def addresses(self) -> Addresses:
-        return Addresses(self.buffer, self.weight, self.state, self.constant, self.sync, POSITIONS)
+        return Addresses(self.buffer, self.weight, self.state, self.constant, self.step, self.sync, POSITIONS)
 
 
 def check_table(plan: Plan, repeat: str = "") -> list[Check]:
@@ -134,7 +140,7 @@ class _Row:
             producer = self.index + 1
         else:
             producer = edge.src + 1 if edge else 0
-        want = L.DTYPES.index(b.dtype) | L.META_TAGGED * (b.layout == "tagged") | L.META_MAIL * (b.klass == "mailbox")
+        want = L.DTYPES.index(b.dtype) | L.META_TAGGED * (b.layout == "tagged")
         return bits & 0xFF == want and bits >> 8 == producer and (self.w[k + 1] >> 32) & 0xFFFFFFFF == b.width
 
     # -- constants
@@ -145,6 +151,9 @@ class _Row:
         head = {"body": (L.BODY, L.BODIES.index(s.body)), "units": (L.UNITS, s.units), "tasks": (L.TASKS, s.tasks),
                 "first_sm": (L.FIRST_SM, s.first_sm), "assign": (L.ASSIGN, int(s.assign == "cyclic")),
                 "units of a row": (L.PER_ROW, per_row), "tag": (L.TAG, self.index + 1)}
+        if s.body in STEP_WORDS:
+            at, name = STEP_WORDS[s.body]
+            head[f"step input {name}"] = (L.PARAMS + at, self.space.step(name, s.layer))
         for key, (at, want) in head.items():
             if self.w[at] != want:
                 yield self.where(f"{key} is {self.w[at]}, planned {want}")

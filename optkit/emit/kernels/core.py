@@ -85,10 +85,31 @@ def tag_of(c, op):
 @cute.jit
 def fail(c, code, stage, edge):
     """Record the first failure in one 64-bit word (layout.HEALTH_FIELDS) and set the abort word that every wait polls."""
-    what = (Uint64(code) | Uint64(edge) << Uint64(8) | Uint64(stage & 0xFFFF) << Uint64(16) | Uint64(c.bid) << Uint64(32)
-            | (c.epoch & Uint64(0xFFFF)) << Uint64(48))
+    what = (
+        Uint64(code)
+        | Uint64(edge) << Uint64(8)
+        | Uint64(stage & 0xFFFF) << Uint64(16)
+        | Uint64(c.bid) << Uint64(32)
+        | (c.epoch & Uint64(0xFFFF)) << Uint64(48)
+    )
     M.atom_sync_claim(c.sync_base + L.SYNC_HEALTH, what)
     M.st_sync_b32(c.sync_base + L.SYNC_ABORT, 1)
+
+
+@cute.jit
+def pause(c, stage, place):
+    """With a delay seed, sleep up to 16 us at about one in four (stage, CTA, place); costs a compare without one."""
+    if c.delay != Uint32(0):
+        h = (
+            c.delay
+            ^ (Uint32(stage) * Uint32(0x9E3779B1))
+            ^ (Uint32(c.bid) * Uint32(0x85EBCA77))
+            ^ Uint32(place * 0xC2B2AE3D & 0xFFFFFFFF)
+        )
+        h = (h ^ (h >> Uint32(15))) * Uint32(0x2C1B3C6D)
+        h = h ^ (h >> Uint32(12))
+        if (h & Uint32(3)) == Uint32(0):
+            M.P("nanosleep.u32 {$r0};", read_only_args=[(h >> Uint32(8)) & Uint32(0x3FFF)])
 
 
 @cute.jit
@@ -104,7 +125,7 @@ def give_up(c, spins, code, stage, edge):
     out = Uint32(0)
     if (spins & 255) == 255:
         out = M.ld_sync_relaxed(c.sync_base + L.SYNC_ABORT)
-        if out == Uint32(0) and late(c, stage):
+        if out == Uint32(0) and late(c, stage + (1 if code == 2 else 0)):  # a tagged wait stands behind its producer's
             fail(c, code, stage, edge)
             out = Uint32(1)
     return out
@@ -294,8 +315,11 @@ def recv4(c, op, rank, rows_class, n, col):
 @cute.jit
 def try_wait(bar, parity):
     """One mbarrier.try_wait: 1 if the phase with this parity has completed (the hardware suspends for a while)."""
-    return M.P("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; selp.u32 {$w0}, 1, 0, p; }",
-               write_only_types=[Uint32], read_only_args=[bar, parity])
+    return M.P(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; selp.u32 {$w0}, 1, 0, p; }",
+        write_only_types=[Uint32],
+        read_only_args=[bar, parity],
+    )
 
 
 @cute.jit
@@ -304,7 +328,7 @@ def ring_wait(c, bar, parity, code):
     stop = Uint32(0)
     spins = Int32(0)
     while try_wait(bar, parity) == Uint32(0) and stop == Uint32(0):
-        spins += 255  # the hardware suspends each try: asking every time costs nothing
+        spins += 1  # the hardware suspends each try for a while, so 256 of them are long enough between two questions
         stop = give_up(c, spins, code, 0xFFFF, 0)
     return stop
 
@@ -322,7 +346,10 @@ def tile_done(c, it):
     """This warp has read tile `it`."""
     A.sync_warp()
     if c.lane == 0:
-        M.P("{ .reg .b64 t; mbarrier.arrive.shared::cta.b64 t, [{$r0}]; }", read_only_args=[c.empty + (it % c.slots) * 8])
+        M.P(
+            "{ .reg .b64 t; mbarrier.arrive.shared::cta.b64 t, [{$r0}]; }",
+            read_only_args=[c.empty + (it % c.slots) * 8],
+        )
 
 
 @cute.jit

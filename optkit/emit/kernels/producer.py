@@ -23,8 +23,10 @@ def slot_for(c, it, nbytes):
     s = it % c.slots
     stop = ring_wait(c, c.empty + s * 8, ((it // c.slots) & 1) ^ 1, 3)
     if c.lane == 0 and stop == Uint32(0):
-        M.P("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared::cta.b64 t, [{$r0}], {$r1}; }",
-            read_only_args=[c.full + s * 8, nbytes])
+        M.P(
+            "{ .reg .b64 t; mbarrier.arrive.expect_tx.shared::cta.b64 t, [{$r0}], {$r1}; }",
+            read_only_args=[c.full + s * 8, nbytes],
+        )
     A.sync_warp()
     return c.ring + s * L.SLOT, c.full + s * 8, stop
 
@@ -88,8 +90,12 @@ def queue_scales(c, slot, bar, lo, hi, k, ch, groups):
         if c.lane >= 8:
             base = hi
         if c.lane < 16:
-            M.bulk_weight(slot + L.SCALES + c.lane * groups, base + Int64(row) * per_row + Int64(ch) * (L.CHUNK_FP4 // 32),
-                          groups, bar)
+            M.bulk_weight(
+                slot + L.SCALES + c.lane * groups,
+                base + Int64(row) * per_row + Int64(ch) * (L.CHUNK_FP4 // 32),
+                groups,
+                bar,
+            )
 
 
 @cute.jit
@@ -112,10 +118,28 @@ def queue_gate_up(c, d, task, it, stop):
                 if stop == Uint32(0):
                     slot, bar, stop = slot_for(c, it, 16 * (cols // 2) + 16 * (cols // 32))
                     if stop == Uint32(0):
-                        queue_rows(c, slot, bar, i64(d, L.PARAMS + moe.E_W1) + row * wp, i64(d, L.PARAMS + moe.E_W3) + row * wp,
-                                   8, 8, wp, Int64(ch) * (L.CHUNK_FP4 // 2), cols // 2)
-                        queue_scales(c, slot, bar, i64(d, L.PARAMS + moe.E_S1) + row * sp, i64(d, L.PARAMS + moe.E_S3) + row * sp,
-                                     latent, ch, cols // 32)
+                        queue_rows(
+                            c,
+                            slot,
+                            bar,
+                            i64(d, L.PARAMS + moe.E_W1) + row * wp,
+                            i64(d, L.PARAMS + moe.E_W3) + row * wp,
+                            8,
+                            8,
+                            wp,
+                            Int64(ch) * (L.CHUNK_FP4 // 2),
+                            cols // 2,
+                        )
+                        queue_scales(
+                            c,
+                            slot,
+                            bar,
+                            i64(d, L.PARAMS + moe.E_S1) + row * sp,
+                            i64(d, L.PARAMS + moe.E_S3) + row * sp,
+                            latent,
+                            ch,
+                            cols // 32,
+                        )
                         it += 1
     return it, stop
 
@@ -165,9 +189,12 @@ def produce(c, d, task, it, stop):
 
 @cute.jit
 def drain(c, it):
-    """After an abort: the copies in flight must land before the CTA may exit."""
+    """The copies in flight must land before the CTA may exit. Always, not only where this warp saw the abort: it may have
+    queued its last tiles before consumers gave up. After a step that went well every one of them has landed already."""
     for i in cutlass.range(cutlass.max(it - c.slots, 0), it, unroll=1):
         bar = c.full + (i % c.slots) * 8
         parity = (i // c.slots) & 1
-        M.P("{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; @!p bra W; }",
-            read_only_args=[bar, parity])
+        M.P(
+            "{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; @!p bra W; }",
+            read_only_args=[bar, parity],
+        )
