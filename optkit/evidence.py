@@ -445,15 +445,26 @@ def _served_verdict(manifest: Path) -> str:
         return f"none: {type(e).__name__}"
 
 
+def _cell(value: Any) -> str:
+    """A value in one column: floats to 4 significant digits, digests to 12 places, nothing for None."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else str(value)
+
+
 def main_evidence(argv: Sequence[str], seal: Seal | None = None) -> int:
     """`optkit evidence show|verify|merge`. Exit 0 if nothing failed, 1 if something did, 2 for bad input.
 
-    `seal` as in `merge_run`.
+    Prints one line a check: status, name, value, threshold (after "of"), reason. `seal` as in `merge_run`.
     """
     usage = ("usage: optkit evidence show RUN_DIR | verify RUN_DIR | merge RUN_DIR HARDWARE.json [HARDWARE.json ...]\n"
              "  show    the verdict and every check\n  verify  compute all digests of the run directory again\n"
-             "  merge   add what a machine with the GPU found, matched by the cubin's sha256")
-    if argv and argv[0] in ("-h", "--help"):
+             "  merge   add what a machine with the GPU found, matched by the cubin's sha256; the records come from\n"
+             "          python -m optkit.bench.hardware RUN_DIR --out FOLDER, run there\n"
+             "example: optkit evidence show outputs/kimi_k3/tiny/latest")
+    if "-h" in argv or "--help" in argv:
         print(usage)
         return 0
     if len(argv) < 2 or argv[0] not in ("show", "verify", "merge") or (len(argv) > 2) != (argv[0] == "merge"):
@@ -463,7 +474,8 @@ def main_evidence(argv: Sequence[str], seal: Seal | None = None) -> int:
     try:
         if argv[0] == "verify":
             checks: Sequence[Check] = reverify(run_dir)
-            word = verdict(checks)
+            failed = sum(c.status == "fail" for c in checks)
+            word = f"{failed} of {len(checks)} digests do not hold" if failed else f"all {len(checks)} digests hold"
         else:
             evidence = (load(run_dir) if argv[0] == "show"
                         else merge_run(run_dir, [load_hardware(Path(p)) for p in argv[2:]], seal))
@@ -471,8 +483,9 @@ def main_evidence(argv: Sequence[str], seal: Seal | None = None) -> int:
     except EvidenceError as e:
         print(f"optkit evidence: {e}", file=sys.stderr)
         return 2
+    width = max((len(c.name) for c in checks), default=0)
     for c in checks:
-        print(f"{c.status:8}{c.name}" + (f"  {c.value}" if c.value is not None else "")
-              + (f"  ({c.reason})" if c.reason else ""))
+        limit = f" of {_cell(c.threshold)}" if c.threshold is not None and c.threshold != c.value else ""
+        print(f"{c.status:8}{c.name:<{width}}  {_cell(c.value) + limit:<16}  {c.reason}".rstrip())
     print(word)
     return 1 if any(c.status == "fail" for c in checks) else 0

@@ -257,7 +257,7 @@ class Decode:
     )
     context: int = key(MISSING, "longest sequence, tokens", ge=1)
     rows_per_request: int = key(
-        1, "token rows per request in one step (more than 1: uniform verify steps)", ge=1, le=MAX_ROWS
+        1, "token rows per request in one step; only 1 can be built yet (more: uniform verify steps)", ge=1, le=MAX_ROWS
     )
 
 
@@ -327,6 +327,11 @@ def problems(recipe: Recipe, where: Callable[[str], str], limits: Limits | None 
         bad(
             "decode.batch",
             f"batch x decode.rows_per_request <= {MAX_ROWS} rows, got {largest} x {decode.rows_per_request}",
+        )
+    elif decode.rows_per_request > 1:
+        bad(
+            "decode.rows_per_request",
+            "1: rows of one request follow each other through its state and its cache, which no stage body does yet",
         )
     if parallel.rank >= parallel.tp:
         bad("parallel.rank", f"a rank below parallel.tp = {parallel.tp}")

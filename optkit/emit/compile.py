@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from optkit.emit import layout as L
@@ -46,7 +46,10 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel and its launch facts. `smem` is dynamic shared memory in bytes."""
+    """A compiled kernel and its launch facts.
+
+    `smem`: dynamic shared memory, bytes. `seconds`: what compiling took; `cached`: in an earlier run.
+    """
 
     spec: KernelSpec
     arch: str
@@ -56,6 +59,7 @@ class Kernel:
     cubin: bytes
     ptx: str
     seconds: float
+    cached: bool = field(default=False, compare=False)
 
     @property
     def params(self) -> tuple[tuple[str, int, int], ...]:
@@ -131,7 +135,7 @@ def compile_cached(spec: KernelSpec, arch: str, cache: Path, line_info: bool = T
         facts = json.loads(files[2].read_text())
         cubin, ptx = files[0].read_bytes(), files[1].read_bytes()
         if facts["sha256"] == hashlib.sha256(cubin + ptx).hexdigest():
-            return Kernel(spec, arch, facts["name"], facts["smem"], facts["threads"], cubin, ptx.decode(), facts["seconds"])
+            return Kernel(spec, arch, facts["name"], facts["smem"], facts["threads"], cubin, ptx.decode(), facts["seconds"], cached=True)
     k = compile_kernel(spec, arch, line_info)
     ptx = k.ptx.encode()
     digest = hashlib.sha256(k.cubin + ptx).hexdigest()

@@ -398,8 +398,6 @@ def _attn(row: _Row, combine: bool = False) -> None:
             f"stage {row.stage.name}: {p['heads_per_group']} heads a group (at most 16), key width {p['dqk']} "
             f"(multiple of 32), value width {p['dv']} (multiple of 64, at most 512)"
         )
-    if mla:
-        _multiple(row, "part of a query without positions", p["nope"], 8, "16 bytes a load")
     v = (kv.base, kv.block, kv.row, 0) if mla else kv.v
     row.param(
         0,
