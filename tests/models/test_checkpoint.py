@@ -240,3 +240,15 @@ def test_an_index_names_files_beside_it(file: object, k3: Model, written: Path, 
     index.write_text(json.dumps(body))
     with pytest.raises(CheckpointError, match=r"expected the name of a file beside the index"):
         checkpoint.verify(tmp_path / "c", k3.graph)
+
+
+def test_a_checkpoint_that_could_not_be_finished_leaves_nothing(
+    llama: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.write_random(tmp_path / "c", llama.hf)
+    assert not list(tmp_path.iterdir())
