@@ -112,11 +112,14 @@ def moved(kind: Callable[[Lowered, str], bool], by: Callable[[Lowered, str], int
     return sites
 
 
-def onto(base: Lowered, name: str) -> int:
-    """Bytes back to the region before."""
-    order = sorted((at, n) for n, (at, _) in base.book.regions.items())
-    i = [n for _, n in order].index(name)
-    return order[i - 1][0] - order[i][0] if i else 0
+def onto(base: Lowered, name: str, last: int = 0) -> int:
+    """How far to move a region onto the one before it: to its start, or onto its `last` bytes."""
+    order = sorted((at, size, n) for n, (at, size) in base.book.regions.items())
+    i = [n for _, _, n in order].index(name)
+    if not i:
+        return 0
+    at, size, _ = order[i - 1]
+    return (at + (size - last if last else 0)) // 16 * 16 - order[i][0]
 
 
 def is_buffer(base: Lowered, name: str) -> bool:
@@ -196,6 +199,14 @@ def F(name: str, kind: str, gate: str, sites: Callable[[Lowered], Iterable[Site]
     return Fault(name, kind, "table", tuple(f"table.{g}" for g in gate.split()), sites, variant)
 
 
+def neighbour(base: Lowered) -> list[Site]:
+    """A projection's weight is that of the next projection."""
+    at = [i for i, s in enumerate(base.plan.stages) if s.body == "gemv"]
+    w = L.PARTS + L.P_W
+    return [(base.plan.stages[i].name, lambda i=i, j=j: word(base, i, w, int(base.table[j, w])))  # type: ignore[misc]
+            for i, j in zip(at, at[1:], strict=False)]
+
+
 def gemv_operand(base: Lowered, i: int) -> Iterable[int]:
     """Meta words of the inputs of a prologue."""
     x = base.plan.stages[i].param("x")
@@ -272,12 +283,12 @@ FAULTS: tuple[Fault, ...] = (
     F("stage names itself wrongly", "tag off by one", "waits", words(L.TAG, up)),
     # ---- addresses
     F("two buffers on the same bytes", "overlapping buffers", "addresses", moved(is_buffer, onto)),
-    F("buffers overlap by a word", "overlapping buffers", "addresses", moved(is_buffer, lambda b, n: b.book.regions[n][1] // 16 * 16 - 16 + 256 if n == list(b.book.regions)[-1] else -(512 + 16 - 256))),
+    F("buffers overlap by a word", "overlapping buffers", "addresses", moved(is_buffer, lambda b, n: onto(b, n, 16))),
     F("weights and activations overlap", "overlapping buffers", "addresses", moved(lambda b, n: n.startswith("model."), onto)),
     F("buffer off a 16-byte boundary", "wrong address", "addresses", moved(is_buffer, lambda b, n: 8)),
     F("state over another state", "overlapping buffers", "addresses", moved(lambda b, n: n.startswith("L") and (n.endswith("kv") or n.endswith("recurrent") or n.endswith(" V")), onto)),
     F("address cut to 32 bits", "wrong address", "addresses", words(parts(L.P_W), lambda v: v & 0xFFFFFFFF, many)),
-    F("weight of another stage", "wrong operand", "addresses", lambda b: [(b.plan.stages[i].name, lambda i=i, j=j: word(b, i, L.PARTS + L.P_W, int(b.table[j, L.PARTS + L.P_W]))) for i, j in zip((g := [i for i, s in enumerate(b.plan.stages) if s.body == "gemv"]), g[1:], strict=False)]),  # type: ignore[misc]
+    F("weight of another stage", "wrong operand", "addresses", neighbour),
     F("gate and up weights exchanged", "swapped gate and up", "addresses", swap_words(L.P_W, L.P_W2, many, lambda b, i: [L.PARTS + k * L.PART_WORDS for k in range(len(b.plan.stages[i].param("parts", ())))])),
     F("experts' gate and up exchanged", "swapped gate and up", "addresses", swap_words(named("moe", "E_W1"), named("moe", "E_W3"), body("expert_gate_up"))),
     F("experts' gate scales exchanged", "swapped gate and up", "addresses", swap_words(named("moe", "E_S1"), named("moe", "E_S3"), body("expert_gate_up"))),
