@@ -20,6 +20,7 @@ from optkit.plan.build import build_plan
 from optkit.plan.types import Plan
 from optkit.validate import boundaries, orders, per_stage, repeat, rollout
 from optkit.validate.boundaries import cases
+from optkit.validate.gates import MIN_SAMPLES
 from optkit.validate.reference import reference_weights
 from optkit.validate.scenario import Scenario
 from optkit.verify.constants import NAME as CONFIG
@@ -90,16 +91,18 @@ class _Weights:
         self.both = reference_weights(graph, self.resident)
 
 
-def _runs(m: Small, plan: Plan, seed: int) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(gates, thunk that gives their checks), cheapest first; every gate gets a fresh runner."""
+def _runs(m: Small, plan: Plan, seed: int, short: bool) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(gates, thunk that gives their checks), cheapest first; every gate gets a fresh runner. `short`: stages get 32 samples
+    instead of 256, and too few samples is no reason to be red."""
     g, w = m.graph, m.weights.both
 
     def scenario(batch: int, steps: int, n: int) -> Scenario:
         return Scenario(g, batch, steps, 100 * seed + n, 16, blocks=PAGES, slots=SLOTS)
 
     def stages() -> list[Check]:
-        s = scenario(8, 32, 1)
-        return per_stage(m.runner(plan, s), g, w, s)[0]
+        s = scenario(8, 4 if short else 32, 1)
+        got = per_stage(m.runner(plan, s), g, w, s, samples=32 if short else MIN_SAMPLES)[0]
+        return [c for c in got if not (short and c.reason.startswith("fewer than"))]
 
     def roll() -> list[Check]:
         s = scenario(4, 64, 2)
@@ -124,10 +127,10 @@ def _runs(m: Small, plan: Plan, seed: int) -> Iterator[tuple[tuple[str, ...], An
     yield NUMERIC[3:6], roll
 
 
-def numerics(m: Small, plan: Plan, seed: int, only: frozenset[str] = frozenset(NUMERIC)) -> set[str]:
+def numerics(m: Small, plan: Plan, seed: int, only: frozenset[str] = frozenset(NUMERIC), short: bool = False) -> set[str]:
     """The gates on the executor that `only` asks for. A runner that raises is red for the gate that ran it."""
     out: set[str] = set()
-    for names, run in _runs(m, plan, seed):
+    for names, run in _runs(m, plan, seed, short):
         if not only & set(names):
             continue
         try:
@@ -137,20 +140,20 @@ def numerics(m: Small, plan: Plan, seed: int, only: frozenset[str] = frozenset(N
     return out & only
 
 
-def constants(subject: Subject, change: Any, seed: int, only: frozenset[str]) -> set[str]:
+def constants(subject: Subject, change: Any, seed: int, only: frozenset[str], short: bool = False) -> set[str]:
     """config.json on the recipe's Plan, the numeric gates on the small model's, both changed."""
     out: set[str] = set()
     if CONFIG in only:
         out |= red([check_constants(change(subject.plan()), subject.graph(), subject.config, subject.keys)])
     m = small_model(subject.family, "splits")
-    return out | numerics(m, change(m.plan), seed, only)
+    return out | numerics(m, change(m.plan), seed, only, short)
 
 
-def bodies(subject: Subject, variant: str, patch: Any, seed: int, only: frozenset[str]) -> set[str]:
+def bodies(subject: Subject, variant: str, patch: Any, seed: int, only: frozenset[str], short: bool = False) -> set[str]:
     """The numeric gates while the executor is patched."""
     m = small_model(subject.family, variant)
     with patch:
-        return numerics(m, replace(m.plan), seed, only)
+        return numerics(m, replace(m.plan), seed, only, short)
 
 
 def control(subject: Subject, seed: int) -> set[str]:

@@ -81,7 +81,7 @@ def _base(fault: Fault, subject: Subject) -> Any:
     return dict(device_faults.sources())
 
 
-def _judge(fault: Fault, subject: Subject, broken: Any, seed: int, only: frozenset[str]) -> set[str]:
+def _judge(fault: Fault, subject: Subject, broken: Any, seed: int, only: frozenset[str], short: bool) -> set[str]:
     from optkit.verify.planted import gates
 
     if fault.target == "plan":
@@ -89,9 +89,9 @@ def _judge(fault: Fault, subject: Subject, broken: Any, seed: int, only: frozens
     if fault.target == "table":
         return gates.table(broken)
     if fault.target == "constant":
-        return gates.constants(subject, broken, seed, only)
+        return gates.constants(subject, broken, seed, only, short)
     if fault.target == "body":
-        return gates.bodies(subject, fault.variant, broken, seed, only)
+        return gates.bodies(subject, fault.variant, broken, seed, only, short)
     return _device(fault, subject, broken)
 
 
@@ -130,7 +130,7 @@ def run_one(key: str, quick: bool = False) -> Outcome:
         out.recipe = subject.name
         only = frozenset((CONFIG, *NUMERIC)) if not quick else frozenset(fault.gates)
         for seed, (where, make) in enumerate(spread(sites)):
-            red = _judge(fault, subject, make(), seed, only)
+            red = _judge(fault, subject, make(), seed, only, quick)
             out.sites.append((where, sorted(red)))
             only = frozenset(red)
             if not red:
