@@ -67,11 +67,10 @@ def sweep_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         "overrides", nargs="*", metavar="KEY=V1,V2", help="recipe=A,B and any key; several values are swept"
     )
     parser.add_argument("--launcher", metavar="NAME", help="basic: one after the other; joblib: --jobs at a time")
-    parser.add_argument("--jobs", type=int, metavar="N", help="jobs at a time (joblib); default: all CPUs")
+    parser.add_argument("--jobs", type=int, metavar="N", help="jobs at a time; above 1 means joblib (default: 1)")
     parser.add_argument(
         "--resume", type=Path, metavar="DIR", help="go on with an earlier sweep: jobs that passed are skipped"
     )
-    parser.add_argument("--until", metavar="STEP", help="stop every job after this step, e.g. check")
     parser.add_argument(
         "--outputs",
         type=Path,
@@ -255,6 +254,7 @@ def _launch(
         status = _status(folder / job.folder)
         skipped = status.get("status") == "passed" and status.get("digest") == job.digest
         if not skipped:
+            console.print(f"    {job.folder} {job.label} ...", markup=False)  # a job takes minutes: say what is running
             status = _run_job(job, folder / job.folder, until, threads)
         word = "passed before" if skipped else status["status"]
         line = f"{next(done)}/{len(jobs)} {job.folder} {job.label}: {word}, {status.get('seconds', 0):.1f} s"

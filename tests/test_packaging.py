@@ -117,3 +117,4 @@ def test_entry_points(built: dict[str, Path]) -> None:
     text = wheel.read(name).decode()
     assert "[console_scripts]\noptkit = optkit.app:main" in text
     assert "[vllm.general_plugins]\noptkit = optkit.export.vllm_plugin:register" in text
+    assert "[vllm.stat_logger_plugins]\noptkit = optkit.export.vllm_foreign:Foreign" in text

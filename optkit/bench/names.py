@@ -20,5 +20,6 @@ def hardware_checks(batches: Sequence[int], stage_batches: Sequence[int]) -> tup
         *(name(c, b) for b in stage_batches for c in ("numerics.per_stage", "numerics.probes", "numerics.exact")),
         *(name(c, b) for b in batches for c in ("rollout.logits", "rollout.choices", "rollout.state")),
         name("repeat.bits", batches[-1]),
-        *(name(c) for c in ("transitions.bits", "disturbed.bits", "groups.bits", "lifetimes.bits", "abort.named")),
+        *(name(c) for c in ("transitions.bits", "epochs.bits", "disturbed.bits", "groups.bits", "lifetimes.bits")),
+        name("abort.named"),
     )

@@ -17,6 +17,7 @@ CHUNK_FP4 = 2048  # columns of one MXFP4 tile
 PITCH = 1088  # bytes of a tile row in shared memory: 1024 of data, then 64 so that rows g and g+1 use other banks
 SCALES = 16 * PITCH  # offset of a tile's ue8m0 scales
 SLOT = SCALES + 1024
+MAX_DV = 512  # value width of attention: a warp accumulates at most 8 tiles of 8 columns
 KV_CHUNK = 64  # tokens staged at once by attention
 RED_BYTES = 8192  # two parities of 8 warps x 16 rows x 8 tokens fp32
 MISC_BYTES = 512
@@ -37,8 +38,7 @@ DESC_WORDS = 288
     INDEX_WAIT,
     INDEX_ARRIVALS,
     ALL_SMS,
-    EXPECT,
-) = range(14)
+) = range(13)
 WAITS = 16  # N_WAITS x (counter address, arrivals per epoch)
 MAX_WAITS = 12
 PARAMS = 40
@@ -99,7 +99,6 @@ DTYPES = ("bf16", "f32", "i32")
 # ---- prologue (gemv, mixnorm, blockstats), relative to PARAMS
 (X_PROLOGUE, X_WIDTH, X_NORM, X_EPS, X_MIX_NORM, X_MIX_PROJ, X_MIX_EPS, X_N, X_STATS, X_STATS_META, X_IN) = range(11)
 X_OUT = X_IN + 2 * MAX_INPUTS  # out operand of mixnorm and blockstats
-X_RANKS = X_OUT + 2
 
 # ---- run-time block: 64-bit words written by the host
 (
@@ -138,11 +137,10 @@ HEALTH_CODES = {
     3: "wait on a full ring slot",
     4: "wait on an index",
     5: "a second launch while one was running",
-    6: "launch after an abort",
 }
 
 # ---- operand meta
-META_TAGGED, META_MAIL = 1 << 4, 1 << 5
+META_TAGGED = 1 << 4
 
 
 def f32_bits(x: float) -> int:
@@ -150,12 +148,11 @@ def f32_bits(x: float) -> int:
     return struct.unpack("<I", struct.pack("<f", x))[0]
 
 
-def meta(dtype: str, width: int, *, tagged: bool = False, mail: bool = False, producer: int = 0) -> int:
-    """Operand meta word: bits 0-3 dtype, 4 tagged, 5 mailbox, 8-31 producing stage + 1 (the tag), 32-63 row width."""
+def meta(dtype: str, width: int, *, tagged: bool = False, producer: int = 0) -> int:
+    """Operand meta word: bits 0-3 dtype, 4 tagged, 8-31 producing stage + 1 (the tag), 32-63 row width."""
     return (
         DTYPES.index(dtype)
         | (META_TAGGED if tagged else 0)
-        | (META_MAIL if mail else 0)
         | (producer & 0xFFFFFF) << 8
         | width << 32
     )

@@ -56,13 +56,24 @@ def sync_bytes(plan: Plan) -> int:
     return L.SYNC_COUNTERS + len(plan.stages) * L.LINE
 
 
+def sync_image(plan: Plan, epoch: int) -> np.ndarray:
+    """The sync region, uint8 [sync_bytes], as it stands after `epoch` launches: tickets in 64 bits, counters in 32."""
+    image = np.zeros(sync_bytes(plan), np.uint8)
+    for at in (L.SYNC_ENTERED, L.SYNC_EXITED):
+        image[at : at + 8].view(np.uint64)[0] = epoch * plan.sms
+    for stage in signalling(plan):
+        at = L.SYNC_COUNTERS + stage * L.LINE
+        image[at : at + 4].view(np.uint32)[0] = epoch * arrivals(plan, stage) & 0xFFFFFFFF
+    return image
+
+
 def arrivals(plan: Plan, src: int) -> int:
     """Arrivals per launch on a stage's counter."""
     return plan.sms if _barriers(plan) else plan.stages[src].tasks
 
 
 def _barriers(plan: Plan) -> bool:
-    return any(e.mechanism == "grid_barrier" for e in plan.edges)
+    return "grid_barrier" in plan.mechanisms
 
 
 def waits_of(plan: Plan, index: int) -> tuple[int, ...]:
@@ -111,7 +122,7 @@ class _Row:
 
     def meta(self, name: str, producer: int) -> int:
         b = self.plan.buffer[name]
-        return L.meta(b.dtype, b.width, tagged=b.layout == "tagged", mail=b.klass == "mailbox", producer=producer + 1)
+        return L.meta(b.dtype, b.width, tagged=b.layout == "tagged", producer=producer + 1)
 
     def read(self, name: str) -> tuple[int, int]:
         """Operand of a buffer this stage reads: the tag is its producer's."""
@@ -147,7 +158,7 @@ class _Row:
 
 
 def lower(plan: Plan, addr: Addresses) -> np.ndarray:
-    """The descriptor table, int64 [stages, layout.DESC_WORDS]."""
+    """The descriptor table, int64 [stages, layout.DESC_WORDS]. Raises ValueError where no device body can do a stage."""
     if dict(plan.parallel)["peers"] == "real" and dict(plan.parallel)["tp"] > 1:
         raise ValueError(
             "parallel.peers = real: mailboxes of other processes are not mapped by this version; "
@@ -155,31 +166,69 @@ def lower(plan: Plan, addr: Addresses) -> np.ndarray:
         )
     table = np.zeros((len(plan.stages), L.DESC_WORDS), np.int64)
     signals = signalling(plan)
-    for i, stage in enumerate(plan.stages):
-        row = _Row(plan, i, addr, table[i])
-        waits = waits_of(plan, i)
-        if len(waits) > L.MAX_WAITS:
-            raise ValueError(
-                f"stage {stage.name} waits on {len(waits)} counters: at most {L.MAX_WAITS} fit its descriptor"
-            )
-        row.put(
-            L.BODY,
-            L.BODIES.index(stage.body),
-            stage.units,
-            stage.tasks,
-            stage.first_sm,
-            int(stage.assign == "cyclic"),
-            stage.units // max(stage.row_units, 1),
-            len(waits),
-            addr.counter(i) if i in signals else 0,
-            i + 1,
-        )
-        row.put(L.ALL_SMS, int(_barriers(plan)))
-        for k, src in enumerate(waits):
-            row.put(L.WAITS + 2 * k, addr.counter(src), arrivals(plan, src))
-        _streams(row)
-        _FILL[stage.body](row)
+    for i in range(len(plan.stages)):
+        _describe(_Row(plan, i, addr, table[i]), signals)
     return table
+
+
+def limits(plan: Plan) -> list[str]:
+    """What the device bodies cannot do of a Plan, one line a reason; empty if every stage has a descriptor.
+
+    The same code that fills the table for a launch, with made-up addresses: a Plan that passes here on a machine without
+    a GPU is not refused first when it is launched.
+    """
+    found: dict[str, list[str]] = {}
+    signals = signalling(plan)
+    for i, stage in enumerate(plan.stages):
+        fp4 = stage.body in ("expert_gate_up", "expert_down")
+        weight = (0, 0) if fp4 else 0
+        addr = Addresses(
+            buffer=lambda _: 0,
+            weight=lambda _, w=weight: w,  # type: ignore[misc]
+            state=lambda _: StateAddress(0, 0),
+            constant=lambda _: 0,
+            step=lambda _, __: 0,
+            sync=0,
+            positions=1,
+        )
+        try:
+            _describe(_Row(plan, i, addr, np.zeros(L.DESC_WORDS, np.int64)), signals)
+        except ValueError as e:
+            found.setdefault(str(e).removeprefix(f"stage {stage.name}"), []).append(stage.name)
+    return [f"stage {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "") + why for why, names in found.items()]
+
+
+def _describe(row: _Row, signals: frozenset[int]) -> None:
+    """Fill one descriptor."""
+    plan, i, stage = row.plan, row.index, row.stage
+    waits = waits_of(plan, i)
+    if len(waits) > L.MAX_WAITS:
+        raise ValueError(
+            f"stage {stage.name} waits on {len(waits)} counters: at most {L.MAX_WAITS} fit its descriptor"
+        )
+    row.put(
+        L.BODY,
+        L.BODIES.index(stage.body),
+        stage.units,
+        stage.tasks,
+        stage.first_sm,
+        int(stage.assign == "cyclic"),
+        stage.units // max(stage.row_units, 1),
+        len(waits),
+        row.addr.counter(i) if i in signals else 0,
+        i + 1,
+    )
+    row.put(L.ALL_SMS, int(_barriers(plan)))
+    for k, src in enumerate(waits):
+        row.put(L.WAITS + 2 * k, row.addr.counter(src), arrivals(plan, src))
+    _streams(row)
+    _FILL[stage.body](row)
+
+
+def _multiple(row: _Row, what: str, value: int, of: int, why: str) -> None:
+    """Raises ValueError where a size is not the multiple that a device body counts on."""
+    if value % of:
+        raise ValueError(f"stage {row.stage.name}: {what} is {value}: expected a multiple of {of} ({why})")
 
 
 def _streams(row: _Row) -> None:
@@ -211,6 +260,7 @@ def _prologue(row: _Row, x: Any, out: str = "") -> None:
         raise ValueError(f"stage {row.stage.name} mixes {len(x['inputs'])} rows: at most {L.MAX_INPUTS}")
     if x["stats"]:
         row.param(L.X_STATS, *row.read(x["stats"]))
+    _multiple(row, "width of x", x["width"], 8, "16 bytes a load")
     for i, name in enumerate(x["inputs"]):
         row.param(L.X_IN + 2 * i, *row.read(name))
     if out:
@@ -225,6 +275,11 @@ def _gemv(row: _Row) -> None:
     for i, p in enumerate(parts):
         at = L.PARTS + i * L.PART_WORDS
         group_rows = p["m"] // p["groups"]
+        op = p["op"].rpartition(".")[2]
+        _multiple(row, f"columns of {op}", p["k"], 32, "two mma of 16 columns a step, 16-byte bulk copies")
+        _multiple(row, f"output rows of {op}", p["m"], 4, "4 a store")
+        for what in ("x_stride", "x_offset"):
+            _multiple(row, f"{what} of {op}", p[what], 8, "16 bytes a load")
         row.put(
             at,
             p["first"],
@@ -278,6 +333,7 @@ def _blockstats(row: _Row) -> None:
 
 def _embed(row: _Row) -> None:
     p = row.p
+    _multiple(row, "width", p["width"], 4, "4 a store")
     row.param(0, row.weight(p["weight"]), p["vocab_start"], p["vocab_rows"], p["width"], *row.write(p["out"]))
     if p["coeffs"]:
         row.param(6, len(p["coeffs"]), *row.peers(p["out"], p["coeffs"]))
@@ -310,6 +366,8 @@ def _kda(row: _Row) -> None:
 def _mla_insert(row: _Row) -> None:
     p = row.p
     kv = row.addr.state(p["kv"])
+    for part in ("lora", "rope"):
+        _multiple(row, f"{part} part of a cache row", p[part], 4, "4 a load")
     row.param(0, kv.base, kv.block, kv.row, p["lora"], p["rope"], row.weight(p["weight"]), L.f32_bits(p["eps"]))
     row.param(8, *row.read(p["kva"]), row.addr.step("slot_mapping", row.stage.layer))
 
@@ -323,6 +381,7 @@ def rope_table(dim: int, theta: float, scaling: tuple[float, ...], positions: in
 def _rope_insert(row: _Row) -> None:
     p = row.p
     kv = row.addr.state(p["kv"])
+    _multiple(row, "head dim", p["dim"], 8, "4 rotated pairs a store")
     table = row.addr.constant(rope_table(p["dim"], p["theta"], p["scaling"], row.addr.positions))
     row.param(0, kv.base, kv.block, kv.row, kv.head, *kv.v, p["heads"], p["kv_heads"], p["dim"], table)
     for i, k in enumerate(("q", "k", "v")):
@@ -334,10 +393,10 @@ def _attn(row: _Row, combine: bool = False) -> None:
     p = row.p
     kv = row.addr.state(p["kv"])
     mla = p["kind"] == "mla"
-    if p["heads_per_group"] > 16 or p["dqk"] % 32 or p["dv"] % 64:
+    if p["heads_per_group"] > 16 or p["dqk"] % 32 or p["dv"] % 64 or p["dv"] > 512:
         raise ValueError(
             f"stage {row.stage.name}: {p['heads_per_group']} heads a group (at most 16), key width {p['dqk']} "
-            f"(multiple of 32), value width {p['dv']} (multiple of 64)"
+            f"(multiple of 32), value width {p['dv']} (multiple of 64, at most 512)"
         )
     v = (kv.base, kv.block, kv.row, 0) if mla else kv.v
     row.param(
@@ -374,6 +433,7 @@ def _attn_combine(row: _Row) -> None:
 def _ew(row: _Row) -> None:
     p = row.p
     ranks = row.plan.buffer[p["inputs"][0]].ranks
+    _multiple(row, "width", p["width"], 4 * (ranks if p["mode"] == "gather" else 1), "4 a store, from one rank")
     row.param(
         0,
         L.EW_MODES.index(p["mode"]),
@@ -410,6 +470,9 @@ def _route(row: _Row) -> None:
 
 def _expert(row: _Row, w1: str, w3: str, x: str) -> None:
     p = row.p
+    _multiple(row, "expert width", p["inter"], 64, "MXFP4 scales of 8 rows are one bulk copy of 16-byte units")
+    _multiple(row, "latent width", p["latent"], 64 if p["latent"] <= L.CHUNK_FP4 else 512,
+              "MXFP4 scales of a tile are bulk copies of 16-byte units")
     a, b = row.fp4(p[w1]), row.fp4(p[w3])
     row.param(
         0,

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from optkit.emit import layout as L
-from optkit.emit.lower import Addresses, StateAddress, lower, sync_bytes
+from optkit.emit.lower import Addresses, StateAddress, lower, sync_bytes, sync_image
 from optkit.execute.contents import contents
-from optkit.models.graph import Graph, step_name
+from optkit.models.graph import Graph, State, step_name
 from optkit.plan.types import Plan
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32, "i64": torch.int64}
@@ -125,6 +125,35 @@ class Launch:
         _check(cu.cuLaunchKernelEx(self.config, self.module.function, ctypes.addressof(self.pointers), 0))
 
 
+def state_address(state: State, cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> StateAddress:
+    """Where a bound cache lies, with its own strides: conv [slots, taps - 1, channels], recurrent [slots, heads, V, K], kv
+    [blocks, block_size, width], kv_heads (K, V) each [blocks, block_size, heads, dim].
+
+    Slots, blocks, rows and heads may be padded. What device code takes for granted is held here: elements of a row lie
+    side by side, a conv or recurrent slot is contiguous, and whatever is read 16 bytes at once starts at a multiple of
+    16 bytes. Raises ValueError naming the state and what was expected.
+    """
+    pages = cache if isinstance(cache, tuple) else (cache,)
+    found = []
+    for t in pages:
+        item = t.element_size()
+        strides = [n * item for n in t.stride()]
+        if state.kind in ("conv", "recurrent"):
+            if not t[0].is_contiguous():
+                raise ValueError(f"state {state.name}: strides {tuple(t.stride())} of shape {tuple(t.shape)}: expected the "
+                                 "elements of a slot side by side")
+            wide = [t.data_ptr(), strides[0]] if state.kind == "recurrent" else []
+        else:
+            if t.stride(-1) != 1:
+                raise ValueError(f"state {state.name}: stride {t.stride(-1)} within a row: expected 1")
+            wide = [t.data_ptr(), *strides[:-1]]
+        if any(x % 16 for x in wide):
+            raise ValueError(f"state {state.name}: address {t.data_ptr():#x}, strides {strides[:-1]} bytes: expected "
+                             "multiples of 16 bytes")
+        found.append((t.data_ptr(), strides[0], strides[1], strides[2] if len(pages) > 1 else 0))
+    return StateAddress(*found[0], v=found[1] if len(pages) > 1 else (0, 0, 0, 0))
+
+
 class GpuRunner:
     """A StageRunner on one GPU: whole steps, or slices from poisoned memory.
 
@@ -152,11 +181,12 @@ class GpuRunner:
     ):
         self.plan, self.graph, self.weights, self.caches, self.module = plan, graph, weights, caches, module
         self.device = torch.device("cuda", torch.cuda.current_device())
+        self._states = {s.name: s for s in graph.states}
         self.block_size, self.rows = block_size, 0
         self._keep: dict[bytes, torch.Tensor] = {}
         self.sync = torch.zeros(sync_bytes(plan), dtype=torch.uint8, device=self.device)
         self.raw = {
-            b.name: torch.zeros(-(-b.nbytes * b.copies // 16) * 16, dtype=torch.uint8, device=self.device)
+            b.name: torch.zeros(-(-b.nbytes // 16) * 16, dtype=torch.uint8, device=self.device)
             for b in plan.buffers
             if b.klass in ("activation", "scratch", "mailbox")
         }
@@ -203,11 +233,7 @@ class GpuRunner:
         return (w[0].data_ptr(), w[1].data_ptr()) if isinstance(w, tuple) else w.data_ptr()
 
     def _state(self, name: str) -> StateAddress:
-        t = self.caches[name]
-        if isinstance(t, tuple):
-            (k, kb, kr, kh), v = ((x.data_ptr(), *(s * x.element_size() for s in x.stride()[:3])) for x in t)
-            return StateAddress(k, kb, kr, kh, v)
-        return StateAddress(t.data_ptr(), t.stride(0) * t.element_size(), t.stride(1) * t.element_size())
+        return state_address(self._states[name], self.caches[name])
 
     def _step(self, name: str, layer: int) -> int:
         return self.inputs[step_name(self.inputs, name, layer)].data_ptr()
@@ -284,6 +310,12 @@ class GpuRunner:
         for t in self.raw.values():
             t.fill_(0xFF)
 
+    def start_at(self, epoch: int) -> None:
+        """Go on as if `epoch` launches had been: tests what wraps. Raises ValueError for an epoch that has been already."""
+        if epoch < self.epoch:
+            raise ValueError(f"epoch={epoch}: {self.epoch} launches have been, and their tags are in the buffers")
+        self.sync.copy_(torch.from_numpy(sync_image(self.plan, epoch)))
+
     def reset(self) -> None:
         """Forget an aborted launch: counters, epoch, abort and health words start again from zero."""
         self.sync.zero_()
@@ -303,7 +335,7 @@ class GpuRunner:
         a, b = shuffle
         if a and gcd(a, self.plan.sms) != 1:
             raise ValueError(f"shuffle: {a} and {self.plan.sms} CTAs have a common divisor: two would play one SM")
-        self.disturbance = (delay & 0x7FFFFFFF, a | b << 32)
+        self.disturbance = (delay & 0x7FFFFFFF, a | b << 32 if a else 0)
         self.rows = 0  # written with the next step's row count
 
     @contextmanager

@@ -17,6 +17,7 @@ import vllm
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
+from optkit.export.backend import log
 from optkit.export.manifest import Artifact, ArtifactError, config_digest, load_artifact
 from optkit.export.scope import shape_constants
 from optkit.export.support import Facts
@@ -71,6 +72,15 @@ class Options:
                                 f"asks for {self.digest}")
         config.additional_config["optkit"]["digest"] = artifact.digest
         return artifact
+
+
+def refuse(artifact: Artifact, mode: str, reasons: list[str], fallback: str) -> None:
+    """Says why an artifact is not used, once. Raises ValueError with every reason where it is required."""
+    if mode == "require":
+        raise ValueError(f"optkit: artifact {artifact.path} is required but cannot be used:\n"
+                         + "\n".join(f"  - {r}" for r in reasons))
+    log.warning("optkit: artifact %s is not used, %s runs every step, because: %s", artifact.path, fallback,
+                "; ".join(reasons))
 
 
 def raw_config(config: VllmConfig) -> dict[str, Any]:

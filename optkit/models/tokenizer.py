@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 
 def write_word_tokenizer(directory: Path, vocab: int) -> None:
     """tokenizer.json and tokenizer_config.json with `vocab` words; "t5 t17" is [5, 17], any other word is token 0."""
-    fast = {
+    fast: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

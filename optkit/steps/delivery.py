@@ -70,6 +70,10 @@ def export(recipe: Recipe, context: Context) -> None:
     )
 
 
+MAX_ABLATED_STAGES = 300
+"""Plans up to this size are planned again without each choice (half a second for tiny K3); for 93 layers it would be a minute."""
+
+
 def evidence(recipe: Recipe, context: Context) -> None:
     """evidence.json from every check of the run; the report and the simulated timeline beside it."""
     if context.run is None:
@@ -78,6 +82,13 @@ def evidence(recipe: Recipe, context: Context) -> None:
     from optkit.report.publish import publish
 
     load = Load(batch=min(recipe.decode.batch), context=recipe.decode.context)
+    plan = context.results.get("plan")
+    ablations: list[tuple[str, float, float]] = []
+    if plan is not None and len(plan.stages) <= MAX_ABLATED_STAGES:
+        from optkit.build import plan_choices
+        from optkit.plan.ablate import ablate
+
+        ablations = ablate(context.results["graph"], plan_choices(context.resolved), load)
     publish(
         context.run.path,
         recipe=context.resolved.name,
@@ -87,7 +98,8 @@ def evidence(recipe: Recipe, context: Context) -> None:
         numerics=context.results.get("numerics", ()),
         scope=context.results.get("scope", {}),
         not_covered=NOT_COVERED,
-        plan=context.results.get("plan"),
+        plan=plan,
         load=load,
+        ablations=ablations,
     )
     context.note(f"simulated: batch {load.batch}, {load.context} tokens of context")

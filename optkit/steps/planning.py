@@ -12,10 +12,12 @@ from optkit.recipe import Recipe
 
 def model(recipe: Recipe, context: Context) -> None:
     """The model's configuration and the graph of every pipeline stage."""
-    from optkit.build import build_graph, model_source
+    from optkit.build import build_graph, model_source, verify_weights
 
     source = model_source(context.resolved)
     graphs = {s: build_graph(context.resolved, source, s) for s in range(recipe.parallel.pp)}
+    for one in graphs.values():
+        verify_weights(context.resolved, one)
     graph = graphs[recipe.parallel.stage]
     context.results.update(source=source, graphs=graphs, graph=graph)
     context.note(
@@ -43,10 +45,18 @@ def plan(recipe: Recipe, context: Context) -> None:
 
 
 def check(recipe: Recipe, context: Context) -> None:
-    """The proofs, on the Plan of every pipeline stage."""
+    """The proofs on the Plan of every pipeline stage, and the table the kernel would walk held against it. A stage that
+    no device body can do refuses the recipe."""
+    from optkit.emit.lower import limits
+    from optkit.errors import UserError
     from optkit.verify.proofs import prove
+    from optkit.verify.table import check_table
 
     plans = context.results["plans"]
+    beyond = dict.fromkeys(line for one in plans.values() for line in limits(one))
+    if beyond:
+        raise UserError(beyond)
     for stage, one in plans.items():
         suffix = f"@stage{stage}" if len(plans) > 1 else ""
         context.take(prove(one, f"optkit check {context.target}"), suffix=suffix)
+        context.take(check_table(one, f"optkit check {context.target}"), suffix=suffix)

@@ -87,11 +87,13 @@ def _renamed(plan: Plan, names: frozenset[str], to: str) -> Plan:
 
 
 def tagged_state(plan: Plan) -> Plan | None:
-    """State rows read by another SM are handed over by tags."""
-    hit = [e for e in plan.edges if e.kind == "raw" and plan.buffer[e.buffer].klass == "state"]
+    """State rows read by another SM are handed over by tags; no counter between the two stages orders them instead."""
+    hit = {(e.src, e.dst) for e in plan.edges if e.kind == "raw" and plan.buffer[e.buffer].klass == "state"}
     if not hit:
         return None
-    return replace(plan, edges=tuple(replace(e, mechanism="tagged") if e in hit else e for e in plan.edges))
+    return replace(
+        plan, edges=tuple(replace(e, mechanism="tagged") if (e.src, e.dst) in hit else e for e in plan.edges)
+    )
 
 
 def large_smem(plan: Plan) -> Plan | None:

@@ -120,6 +120,7 @@ BAD = {
     "syntax error": (("run", "./broken.yaml"), ["broken.yaml:2:"]),
     "a list": (("run", "./list.yaml"), ["list.yaml", "mapping"]),
     "no recipe": (("decode.batch=4",), ["recipe"]),
+    "no recipe to run": (("run",), ["required: RECIPE"]),
 }
 
 
@@ -136,6 +137,7 @@ def test_bad_input_is_one_line_exit_2_and_nothing_written(optkit: Optkit, tmp_pa
     assert result.code == 2, result
     lines = result.err.splitlines()
     assert all(line.startswith("error: ") for line in lines)
+    assert case != "no recipe to run" or "KEY=VALUE" not in result.err, "overrides are not required"
     if case != "tp does not divide":  # one line per dimension that 3 does not divide
         assert len(lines) == 1, lines
     for text in expected:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -234,8 +235,12 @@ def test_command_line(run_dir: Path, checks: list[Check], prov: ev.Provenance,
     hardware = run_dir / "hardware.json"
     ev.write(hardware, record(run_dir / "artifact" / "step.cubin", Check("gpu/rollout", "pass", 64, 64)))
     assert ev.main_evidence(["show", str(run_dir)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "verified except hardware (1)"
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-1] == "verified except hardware (1)"
     assert ev.main_evidence(["verify", str(run_dir)]) == 0
+    assert re.fullmatch(r"all \d+ digests hold", capsys.readouterr().out.splitlines()[-1]), "not the run's verdict"
+    assert ev.main_evidence(["show", "--help"]) == 0
+    assert "optkit.bench.hardware" in capsys.readouterr().out, "says where a hardware record comes from"
     assert ev.main_evidence(["merge", str(run_dir), str(hardware)]) == 0
     assert ev.load(run_dir).verdict == "verified"
     (run_dir / "artifact" / "step.cubin").write_bytes(b"changed")

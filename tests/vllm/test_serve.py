@@ -7,6 +7,7 @@ an artifact of a plan alone, as a run would write it.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from dataclasses import dataclass
@@ -182,6 +183,22 @@ def test_refused_to_start(llama: Kit, tmp_path: Path) -> None:
     ):
         assert reason in refusals[0], refusals[0][-3000:]
     assert "plan.json has sha256" in refusals[1], refusals[1][-3000:]
+
+
+def test_an_artifact_for_a_model_that_optkit_has_no_class_for(llama: Kit, tmp_path: Path) -> None:
+    """The same tensors as a Mistral: vLLM's own class never looks at the artifact. It must not be passed over in silence."""
+    model = tmp_path / "mistral"
+    shutil.copytree(llama.model, model)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+    config.pop("rope_scaling", None)
+    (model / "config.json").write_text(json.dumps(config))
+    with (Server(model, tmp_path / "require", llama.options("require")) as required,
+          Server(model, tmp_path / "auto", llama.options("auto")) as auto):
+        refusal = required.wait_refused()
+        log = auto.wait_ready().log
+    assert "is required but cannot be used" in refusal and "model_type" in refusal, refusal[-3000:]
+    assert log.count("is not used, vLLM's own model runs every step, because: model: ") == 1, log[-3000:]
 
 
 def test_llama_through_the_artifact_and_through_vllm(llama: Kit, tmp_path: Path) -> None:

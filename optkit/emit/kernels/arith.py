@@ -1,7 +1,7 @@
 """Register arithmetic: conversions, matrix fragments, activations, reductions. No memory access."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Uint32
 
 P = cute.arch.inline_ptx
 
@@ -133,15 +133,3 @@ def warp_max(x):
     for o in (16, 8, 4, 2, 1):
         x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=o))
     return x
-
-
-def globaltimer():
-    """Nanoseconds of the global timer."""
-    from cutlass import Uint64
-
-    return P("mov.u64 {$w0}, %%globaltimer;".replace("%%", "%"), write_only_types=[Uint64], read_only_args=[])
-
-
-def smem_addr(ptr) -> Int32:
-    """Raw 32-bit shared address of a pointer."""
-    return Int32(ptr.toint())

@@ -125,7 +125,7 @@ def give_up(c, spins, code, stage, edge):
     out = Uint32(0)
     if (spins & 255) == 255:
         out = M.ld_sync_relaxed(c.sync_base + L.SYNC_ABORT)
-        if out == Uint32(0) and late(c, stage):
+        if out == Uint32(0) and late(c, stage + (1 if code == 2 else 0)):  # a tagged wait stands behind its producer's
             fail(c, code, stage, edge)
             out = Uint32(1)
     return out
@@ -328,7 +328,7 @@ def ring_wait(c, bar, parity, code):
     stop = Uint32(0)
     spins = Int32(0)
     while try_wait(bar, parity) == Uint32(0) and stop == Uint32(0):
-        spins += 255  # the hardware suspends each try: asking every time costs nothing
+        spins += 1  # the hardware suspends each try for a while, so 256 of them are long enough between two questions
         stop = give_up(c, spins, code, 0xFFFF, 0)
     return stop
 

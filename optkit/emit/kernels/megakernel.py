@@ -112,8 +112,7 @@ class Megakernel:
                 pause(c, s, 1)
                 it, stop = producer.produce(c, d, task, it, stop)
             A.sync_warp()
-        if stop != Uint32(0):
-            producer.drain(c, it)
+        producer.drain(c, it)
 
     @cute.jit
     def consume(self, c, d, table, n, lo, hi):

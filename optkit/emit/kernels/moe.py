@@ -8,7 +8,7 @@ e2m1 pairs unpack in the order (p, p + 4), so x is staged with each 8 values int
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
 
 from optkit.emit import layout as L
 from optkit.emit.kernels import memory as M
@@ -151,11 +151,13 @@ def distinct(c, uniq, topk):
 
 
 @cute.jit
-def fp4_tile(c, slot, x, acc, groups, scale_pitch, weight_lo, weight_hi):
+def fp4_tile(c, slot, x, mask, acc, groups, scale_pitch, weight_lo, weight_hi):
     """acc += scaled tile . x over this warp's groups of 32 columns.
 
-    `weight_lo`, `weight_hi` multiply the two token columns this lane accumulates (1 for gate/up, the routing weight for
-    down). Scales lie at SCALES: row m at m * scale_pitch, one byte per group.
+    `mask` is all ones, or zero where token row c.g has no part in this tile: its x then counts as zeros, whatever stands
+    there (a routing weight of 0 would not do: 0 times the NaN of another request is NaN). `weight_lo`, `weight_hi`
+    multiply the two token columns this lane accumulates (1 for gate/up, the routing weight for down). Scales lie at
+    SCALES: row m at m * scale_pitch, one byte per group.
     """
     a0, a1, a2, a3 = acc
     zero = Float32(0.0)
@@ -164,8 +166,8 @@ def fp4_tile(c, slot, x, acc, groups, scale_pitch, weight_lo, weight_hi):
         lo = unpack_e2m1(M.lds_b32(wa))
         hi = unpack_e2m1(M.lds_b32(wa + 8 * L.PITCH))
         b = M.lds_v4(x + q * 64 + c.t * 16)
-        d0, d1, d2, d3 = mma(lo[0], hi[0], lo[1], hi[1], b[0], b[1], zero, zero, zero, zero)
-        d0, d1, d2, d3 = mma(lo[2], hi[2], lo[3], hi[3], b[2], b[3], d0, d1, d2, d3)
+        d0, d1, d2, d3 = mma(lo[0], hi[0], lo[1], hi[1], b[0] & mask, b[1] & mask, zero, zero, zero, zero)
+        d0, d1, d2, d3 = mma(lo[2], hi[2], lo[3], hi[3], b[2] & mask, b[3] & mask, d0, d1, d2, d3)
         s_lo = exp2_scale(M.lds_u8(slot + L.SCALES + c.g * scale_pitch + q))
         s_hi = exp2_scale(M.lds_u8(slot + L.SCALES + (c.g + 8) * scale_pitch + q))
         a0 = a0 + d0 * (s_lo * weight_lo)
@@ -187,6 +189,7 @@ def expert_gate_up(c, d, task, it):
     per = inter // 8
     lo, hi, step = units_of(d, task)
     one = Float32(1.0)
+    every = Uint32(0xFFFFFFFF)
     parity = Int32(0)
     for i in cutlass.range(lo, hi, step, unroll=1):
         u = i // per
@@ -197,7 +200,7 @@ def expert_gate_up(c, d, task, it):
                 cols = cutlass.min(latent - ch * L.CHUNK_FP4, L.CHUNK_FP4)
                 slot = tile_wait(c, it)
                 acc = fp4_tile(
-                    c, slot, c.x + c.g * pitch + ch * (L.CHUNK_FP4 * 2), acc, cols // 32, cols // 32, one, one
+                    c, slot, c.x + c.g * pitch + ch * (L.CHUNK_FP4 * 2), every, acc, cols // 32, cols // 32, one, one
                 )
                 tile_done(c, it)
                 it += 1
@@ -264,11 +267,13 @@ def expert_down(c, d, task, it):
                 wa = M.lds_f32(weights + (2 * c.t * topk + ka) * 4)
             if kb >= 0:
                 wb = M.lds_f32(weights + ((2 * c.t + 1) * topk + kb) * 4)
-            src = cutlass.max(kx, 0)  # a row without the expert multiplies something finite by weight 0
+            src = Int32(0)
+            mask = Uint32(0)
             if kx >= 0:
                 src = c.g * topk + kx
+                mask = Uint32(0xFFFFFFFF)
             slot = tile_wait(c, it)
-            acc = fp4_tile(c, slot, c.x + src * pitch, acc, inter // 32, inter // 32, wa, wb)
+            acc = fp4_tile(c, slot, c.x + src * pitch, mask, acc, inter // 32, inter // 32, wa, wb)
             tile_done(c, it)
             it += 1
         y = reduce_tile(c, acc, parity)

@@ -189,7 +189,8 @@ def produce(c, d, task, it, stop):
 
 @cute.jit
 def drain(c, it):
-    """After an abort: the copies in flight must land before the CTA may exit."""
+    """The copies in flight must land before the CTA may exit. Always, not only where this warp saw the abort: it may have
+    queued its last tiles before consumers gave up. After a step that went well every one of them has landed already."""
     for i in cutlass.range(cutlass.max(it - c.slots, 0), it, unroll=1):
         bar = c.full + (i % c.slots) * 8
         parity = (i // c.slots) & 1
