@@ -45,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
         message = message.replace(", KEY=VALUE", "")  # argparse calls an empty "nargs=*" missing beside a missing RECIPE
         known = [s for a in self._actions for s in a.option_strings]
         for word in message.split():
-            if word.startswith("--"):
+            if word.startswith("--") and word.rstrip(":") not in known:
                 hint = did_you_mean(word, known)
                 message += f"; {hint}" if hint else ""
         raise UserError(f"{self.prog}: {message}")
@@ -280,3 +280,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `optkit show ... | head`
         sys.stderr.close()
         return EXIT_FAILED
+    except OSError as err:  # a folder that cannot be written, a full disk: the machine's fault, said in one line
+        print(f"error: {err}", file=sys.stderr)
+        return EXIT_BAD_INPUT

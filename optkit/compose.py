@@ -232,7 +232,7 @@ def _command_line(overrides: list[Override]) -> tuple[list[Problem], list[Overri
 
 def _option(group: str, value: Any, where: str) -> list[Problem]:
     options = group_options(group)
-    if value in (*options, None, "null"):  # null: no option, every key is set by the recipe itself
+    if value in options or (value in (None, "null") and where != COMMAND_LINE):  # null: the recipe itself sets every key
         return []
     return [Problem(group, value, f"one of {', '.join(options)}", where, did_you_mean(str(value), options))]
 

@@ -329,7 +329,9 @@ def _load(path: Path, model: type[Any], schema: str) -> Any:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise EvidenceError(f"{path}: no such file") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+    except OSError as e:
+        raise EvidenceError(f"{path}: cannot be read ({e.strerror})") from None
+    except (ValueError, RecursionError) as e:
         raise EvidenceError(f"{path}: not JSON ({e})") from None
     got = data.get("schema") if isinstance(data, dict) else None
     if got != schema:
@@ -389,8 +391,8 @@ def merge_run(run_dir: Path, records: Iterable[HardwareRecord], seal: Seal | Non
     digests are then taken anew. The manifest proves itself by its own digest when it is sealed, so a merge that was
     interrupted between the two files can be repeated.
     """
-    own = f"digest/{MANIFEST}" if seal else ""
-    if bad := [c for c in reverify(run_dir) if c.status == "fail" and c.name != own]:
+    own = (f"digest/{MANIFEST}", "digest/verdict") if seal else ()
+    if bad := [c for c in reverify(run_dir) if c.status == "fail" and c.name not in own]:
         raise EvidenceError(f"{run_dir}: {bad[0].name}: {bad[0].reason}; nothing merged")
     merged = merge(load(run_dir), records)
     if seal:
@@ -424,10 +426,23 @@ def reverify(run_dir: Path) -> tuple[Check, ...]:
     artifact = run_dir / "artifact"
     extra = sorted(p.relative_to(run_dir).as_posix() for p in artifact.rglob("*") if p.is_file()) if (
         artifact.is_dir()) else []
+    if (run_dir / MANIFEST).is_file():
+        served, own = _served_verdict(run_dir / MANIFEST), "failed" if evidence.verdict.startswith("failed") else evidence.verdict
+        checks.append(Check("digest/verdict", "pass" if served == own else "fail", own, served,
+                            "" if served == own else "the artifact's verdict is not that of the evidence", again))
     unknown = [p for p in extra if p not in listed]
     checks.append(Check("digest/artifact", "fail" if unknown else "pass", len(unknown), 0,
                         f"not in the evidence: {', '.join(unknown)}" if unknown else "", again))
     return tuple(checks)
+
+
+def _served_verdict(manifest: Path) -> str:
+    """The verdict in an artifact's manifest, in the words of `verdict`; what is wrong where it has none."""
+    try:
+        said = json.loads(manifest.read_text(encoding="utf-8"))["verdict"]
+        return f"{said['status']} ({said['not_run']})" if said["not_run"] else str(said["status"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+        return f"none: {type(e).__name__}"
 
 
 def _cell(value: Any) -> str:

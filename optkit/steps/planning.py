@@ -12,10 +12,12 @@ from optkit.recipe import Recipe
 
 def model(recipe: Recipe, context: Context) -> None:
     """The model's configuration and the graph of every pipeline stage."""
-    from optkit.build import build_graph, model_source
+    from optkit.build import build_graph, model_source, verify_weights
 
     source = model_source(context.resolved)
     graphs = {s: build_graph(context.resolved, source, s) for s in range(recipe.parallel.pp)}
+    for one in graphs.values():
+        verify_weights(context.resolved, one)
     graph = graphs[recipe.parallel.stage]
     context.results.update(source=source, graphs=graphs, graph=graph)
     context.note(

@@ -151,6 +151,7 @@ def test_n_mistakes_give_n_lines_each_with_its_file(tmp_path: Path) -> None:
         (["decode.batch=[]"], "decode.batch"),
         (["decode.batch=9"], "decode.batch"),
         (["decode.batch=8", "decode.rows_per_request=2"], "decode.batch"),
+        (["decode.batch=4", "decode.rows_per_request=2"], "decode.rows_per_request"),
         (["decode.context=0"], "decode.context"),
         (["parallel.rank=1"], "parallel.rank"),
         (["parallel.stage=1"], "parallel.stage"),
