@@ -280,6 +280,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `optkit show ... | head`
         sys.stderr.close()
         return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130  # as shells count a program ended by Ctrl-C
     except OSError as err:  # a folder that cannot be written, a full disk: the machine's fault, said in one line
         print(f"error: {err}", file=sys.stderr)
         return EXIT_BAD_INPUT

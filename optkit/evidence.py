@@ -298,8 +298,13 @@ def _git() -> tuple[str | None, bool | None]:
 
 
 def write(path: Path, evidence: Bundle | HardwareRecord) -> None:
-    """Write to a temporary file beside `path`, then rename: a reader sees the old content or the new, never half."""
-    text = evidence.model_dump_json(by_alias=True, indent=1) + "\n"
+    """Write a record as JSON, in one step."""
+    write_text(path, evidence.model_dump_json(by_alias=True, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write to a temporary file beside `path`, then rename: a reader sees the old content or the new, never half, and
+    a disk that is full keeps no part either."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as f:

@@ -197,8 +197,12 @@ def _stored(folder: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as err:
         raise UserError(f"--resume {folder}: expected a folder made by `optkit sweep`: {err}") from err
-    if data.get("schema") != SCHEMA:
-        raise UserError(f"{path}: schema {data.get('schema')!r}: expected {SCHEMA!r}")
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        raise UserError(f"{path}: schema {schema!r}: expected {SCHEMA!r}")
+    job = {"index", "recipe", "overrides", "swept", "digest", "tree"}
+    if not {"optkit", "overrides", "jobs"} <= set(data) or any(set(j) != job for j in data["jobs"]):
+        raise UserError(f"{path}: damaged: expected optkit, overrides and jobs; start a new sweep")
     return dict(data)
 
 

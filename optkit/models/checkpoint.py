@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
@@ -304,12 +305,26 @@ def write_random(directory: str | Path, config_json: Mapping[str, Any], seed: in
     if shards < 1:
         raise ValueError(f"shards: {shards}: expected >= 1")
     module = families.family_of(config_json)
+    module.Config.from_hf(config_json)  # raises before anything is written
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        _write_into(partial, module, config_json, seed, shards)
+        partial.chmod(0o755)  # mkdtemp makes it private
+        if directory.exists():
+            directory.rmdir()
+        os.replace(partial, directory)
+    except BaseException:  # a full disk, Ctrl-C: no half checkpoint stays
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return directory
+
+
+def _write_into(partial: Path, module: ModuleType, config_json: Mapping[str, Any], seed: int, shards: int) -> None:
+    """The files of `write_random`, into an empty directory."""
     prefix = module.WRAPPER_PREFIX if "text_config" in config_json else ""
     whole = checkpoint_weights(module, module.Config.from_hf(config_json))
     limit = sum(w.nbytes for w in whole) / shards
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     batch: dict[str, Tensor] = {}
     weight_map: dict[str, str] = {}
     written = 0
@@ -335,7 +350,3 @@ def write_random(directory: str | Path, config_json: Mapping[str, Any], seed: in
     (partial / "config.json").write_text(json.dumps(config_json, indent=2))
     if not getattr(module, "READS_TOKENIZER", False):  # then it stands among the tensors and was written with them
         write_word_tokenizer(partial, config_json.get("text_config", config_json)["vocab_size"])
-    if directory.exists():
-        directory.rmdir()
-    os.replace(partial, directory)
-    return directory

@@ -6,7 +6,6 @@ template engine. Sections whose data was not given are left out, never filled wi
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from optkit.evidence import Bundle, Check
+from optkit.evidence import Bundle, Check, write_text
 from optkit.plan.cost import StepCost
 from optkit.plan.types import MECHANISMS, Plan
 from optkit.report import inputs, svg
@@ -37,9 +36,7 @@ def write_report(path: Path, evidence: Bundle, *, plan: Plan | None = None, cost
                  timeline: Any = (), ablations: Iterable[Any] = ()) -> None:
     """Write report.html to `path` (renamed into place). Arguments as for `render`."""
     text = render(evidence, plan=plan, cost=cost, timeline=timeline, ablations=ablations)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, text)
 
 
 def render(evidence: Bundle, *, plan: Plan | None = None, cost: StepCost | None = None, timeline: Any = (),

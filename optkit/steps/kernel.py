@@ -21,7 +21,7 @@ MAX_PLANTED_STAGES = 300
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept between runs: $OPTKIT_CACHE, by default ~/.cache/optkit."""
-    return Path(os.environ.get("OPTKIT_CACHE", "~/.cache/optkit")).expanduser()
+    return Path(os.environ.get("OPTKIT_CACHE") or "~/.cache/optkit").expanduser()
 
 
 def emit(recipe: Recipe, context: Context) -> None:

@@ -53,10 +53,12 @@ def check(recipe: Recipe, context: Context) -> None:
     from optkit.verify.table import check_table
 
     plans = context.results["plans"]
+    for stage, one in plans.items():
+        context.take(prove(one, f"optkit check {context.target}"), suffix=f"@stage{stage}" if len(plans) > 1 else "")
+    if any(c.status == "fail" for c in context.checks):
+        return  # a Plan that is wrong in itself has no table to speak of
     beyond = dict.fromkeys(line for one in plans.values() for line in limits(one))
     if beyond:
         raise UserError(beyond)
     for stage, one in plans.items():
-        suffix = f"@stage{stage}" if len(plans) > 1 else ""
-        context.take(prove(one, f"optkit check {context.target}"), suffix=suffix)
-        context.take(check_table(one, f"optkit check {context.target}"), suffix=suffix)
+        context.take(check_table(one, f"optkit check {context.target}"), suffix=f"@stage{stage}" if len(plans) > 1 else "")
