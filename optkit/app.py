@@ -20,6 +20,7 @@ commands
   optkit ls                              the recipes, one line each
   optkit show RECIPE [--why KEY]         the resolved recipe, with the source of every value
   optkit check RECIPE [KEY=VALUE ...]    model, plan and proofs; writes nothing
+  optkit check --planted [RECIPE]        plants every known fault and says which gate catches it
   optkit cp RECIPE DEST.yaml             a copy to edit
   optkit run RECIPE [KEY=VALUE ...]      everything: model, plan, check, emit, validate, export, evidence
   optkit sweep recipe=A,B KEY=V1,V2 ...  the whole grid, one process and folder per job
@@ -42,7 +43,9 @@ class _Parser(argparse.ArgumentParser):
     """argparse, with a suggestion for a misspelt option."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        message = message.replace(", KEY=VALUE", "")  # argparse calls an empty "nargs=*" missing beside a missing RECIPE
+        message = message.replace(
+            ", KEY=VALUE", ""
+        )  # argparse calls an empty "nargs=*" missing beside a missing RECIPE
         known = [s for a in self._actions for s in a.option_strings]
         for word in message.split():
             if word.startswith("--") and word.rstrip(":") not in known:
@@ -51,10 +54,18 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{self.prog}: {message}")
 
 
-def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a name from `optkit ls`, or the path of a .yaml file")
+def _recipe_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="any key or group of the recipe (docs/recipe.md), e.g. sync=tagged"
+        "recipe",
+        metavar="RECIPE",
+        nargs="?" if optional else None,
+        help="a name from `optkit ls`, or the path of a .yaml file",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="any key or group of the recipe (docs/recipe.md), e.g. sync=tagged",
     )
 
 
@@ -119,9 +130,23 @@ def _check(argv: Sequence[str]) -> int:
     parser = _parser(
         "check", "Build model and plan and prove the plan; writes nothing.", "optkit check kimi_k3/h200_tp8_pp2"
     )
-    _recipe_arguments(parser)
+    _recipe_arguments(parser, optional=True)
     parser.add_argument("--plain", action="store_true", help="no spinner, no colour")
+    parser.add_argument(
+        "--planted",
+        action="store_true",
+        help="are the gates able to fail? plant every fault of the library "
+        "in this recipe (default: the tiny ones) and say which gate caught it",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="with --planted: write the table here, as JSON")
+    parser.add_argument("--jobs", type=int, metavar="N", help="with --planted: processes (default 2)")
     args = parser.parse_intermixed_args(argv)
+    if args.planted:
+        from optkit.planted import check_planted
+
+        return check_planted(args.recipe, args.overrides, args.out, args.jobs)
+    if args.recipe is None:
+        parser.error("expected a RECIPE")
     from optkit.compose import resolve
     from optkit.run import check_recipe
 

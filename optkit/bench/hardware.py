@@ -191,8 +191,14 @@ def measure(
         same = same_bits(run_bits(runner, s), want)
         passed = runner.epoch - 2**32
         return [
-            check("epochs.bits", same and passed > 0, passed, None, f"{s.steps} launches from number 2^32 - 1 on; "
-                  f"{'the same bits' if same else 'different bits'}, launches past 2^32 as value")
+            check(
+                "epochs.bits",
+                same and passed > 0,
+                passed,
+                None,
+                f"{s.steps} launches from number 2^32 - 1 on; "
+                f"{'the same bits' if same else 'different bits'}, launches past 2^32 as value",
+            )
         ], []
 
     def disturbed() -> tuple[list[Check], list[Numerics]]:

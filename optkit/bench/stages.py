@@ -43,10 +43,18 @@ def stage_times(bench: Bench, batch: int) -> dict[str, Any]:
     ends = [replay_us(runner, 0, i) for i in range(n + 1)]
     runner.raise_if_aborted()
     cost = step_cost(bench.plan, Load(batch=batch, context=max(s.starts) + 1))
-    rows = [{"stage": st.name, "body": st.body, "us": round(ends[i + 1] - ends[i], 2), "mb": round(c.bytes / 1e6, 3)}
-            for i, (st, c) in enumerate(zip(bench.plan.stages, cost.stages, strict=True))]
-    return {"batch": batch, "step_us": round(ends[n], 1), "empty_us": round(ends[0], 1), "mb": round(cost.bytes / 1e6, 1),
-            "roofline_us": round(cost.roofline_us, 1), "stages": rows}
+    rows = [
+        {"stage": st.name, "body": st.body, "us": round(ends[i + 1] - ends[i], 2), "mb": round(c.bytes / 1e6, 3)}
+        for i, (st, c) in enumerate(zip(bench.plan.stages, cost.stages, strict=True))
+    ]
+    return {
+        "batch": batch,
+        "step_us": round(ends[n], 1),
+        "empty_us": round(ends[0], 1),
+        "mb": round(cost.bytes / 1e6, 1),
+        "roofline_us": round(cost.roofline_us, 1),
+        "stages": rows,
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,10 +64,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     args = parser.parse_args(argv)
-    got = {"recipe": recipe_of(args.run), "gpu": torch.cuda.get_device_name(0), **stage_times(Bench(args.run), args.batch)}
+    got = {
+        "recipe": recipe_of(args.run),
+        "gpu": torch.cuda.get_device_name(0),
+        **stage_times(Bench(args.run), args.batch),
+    }
     save(args.out, got)
-    print(f"{got['recipe']} batch {args.batch}: step {got['step_us']} us, empty launch {got['empty_us']} us, "
-          f"{got['mb']} MB = {got['roofline_us']} us at the read ceiling")
+    print(
+        f"{got['recipe']} batch {args.batch}: step {got['step_us']} us, empty launch {got['empty_us']} us, "
+        f"{got['mb']} MB = {got['roofline_us']} us at the read ceiling"
+    )
     by_body: dict[str, float] = {}
     for r in got["stages"]:
         by_body[r["body"]] = by_body.get(r["body"], 0.0) + r["us"]
