@@ -161,7 +161,7 @@ class _Expect:
         b = self.plan.buffer[name]
         producer = self.i if write else last_writer(self.plan, self.i, name)
         self.put("addresses", at, self.book.buffer(name), f"buffer {name}")
-        bits = ("bf16", "f32", "i32").index(b.dtype) | (16 if b.layout == "tagged" else 0) | (32 if b.klass == "mailbox" else 0)
+        bits = ("bf16", "f32", "i32").index(b.dtype) | (16 if b.layout == "tagged" else 0)
         tagged = b.layout == "tagged" or b.klass == "mailbox"
         if tagged:
             self.put("tags", at + 1, bits | (producer + 1) << 8 | b.width << 32, f"layout and tag of {name}")
