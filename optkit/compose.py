@@ -189,7 +189,10 @@ def parse_overrides(overrides: list[str]) -> list[Override]:
         try:
             parsed.append(parser.parse_override(text))
         except HydraException as err:
-            wrong.append(f"{text!r}: expected key=value ({COMMAND_LINE}): {str(err).splitlines()[0]}")
+            why = str(err).splitlines()[0]
+            if "token recognition" in why:  # Hydra's grammar takes plain ASCII words; everything else goes in quotes
+                why += f"; quote the value: {text.partition('=')[0]}='...'"
+            wrong.append(f"{text!r}: expected key=value ({COMMAND_LINE}): {why}")
     if wrong:
         raise UserError(wrong)
     return parsed

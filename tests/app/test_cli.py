@@ -222,3 +222,14 @@ def test_a_folder_that_cannot_be_written_is_one_line(optkit: Optkit, tmp_path: P
 def test_hints_name_another_option_than_the_one_given(optkit: Optkit) -> None:
     result = optkit("run", "llama/tiny", "--outputs")
     assert result.code == 2 and "did you mean" not in result.err
+
+
+def test_paths_with_spaces_and_other_letters(optkit: Optkit, tmp_path: Path) -> None:
+    folder = tmp_path / "ä ö 目"
+    folder.mkdir()
+    mine = folder / "mein rezept ü.yaml"
+    assert optkit("cp", "llama/tiny", str(mine)).code == 0
+    assert optkit("checkpoint", "llama_tiny", str(folder / "gewichte ü")).code == 0
+    assert optkit("check", str(mine), f"model.checkpoint='{folder / 'gewichte ü'}'", "--plain").code == 0
+    unquoted = optkit("check", str(mine), f"model.checkpoint={folder / 'gewichte ü'}")
+    assert unquoted.code == 2 and "quote the value: model.checkpoint='...'" in unquoted.err
