@@ -16,11 +16,13 @@ from optkit.compose import Resolved, resolve
 from optkit.errors import UserError
 from optkit.evidence import Bundle, Check
 from optkit.models.graph import Graph
+from optkit.plan.ablate import ablate
 from optkit.plan.build import build_plan
 from optkit.plan.cost import Load
 from optkit.plan.types import Plan
-from optkit.report.ablations import ablations
-from optkit.report.inputs import Ablation
+
+MAX_ABLATED_STAGES = 300
+"""Plans up to this size are planned again without each choice (half a second for tiny K3); for 93 layers it would be a minute."""
 
 
 def resolve_run(run_dir: Path, name: str) -> Resolved:
@@ -40,9 +42,11 @@ def load_of(resolved: Resolved) -> Load:
     return Load(batch=min(decode.batch), context=decode.context)
 
 
-def ablated(resolved: Resolved, graph: Graph, plan: Plan) -> list[Ablation]:
+def ablated(resolved: Resolved, graph: Graph, plan: Plan) -> list[tuple[str, float, float]]:
     """What every choice of the recipe is worth in the simulated step of `load_of`; nothing for large plans."""
-    return ablations(graph, plan_choices(resolved), plan, load_of(resolved))
+    if len(plan.stages) > MAX_ABLATED_STAGES:
+        return []
+    return ablate(graph, plan_choices(resolved), load_of(resolved))
 
 
 def again(run_dir: Path, evidence: Bundle) -> Iterable[Check]:

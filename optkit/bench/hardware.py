@@ -191,8 +191,14 @@ def measure(
         same = same_bits(run_bits(runner, s), want)
         passed = runner.epoch - 2**32
         return [
-            check("epochs.bits", same and passed > 0, passed, None, f"{s.steps} launches from number 2^32 - 1 on; "
-                  f"{'the same bits' if same else 'different bits'}, launches past 2^32 as value")
+            check(
+                "epochs.bits",
+                same and passed > 0,
+                passed,
+                None,
+                f"{s.steps} launches from number 2^32 - 1 on; "
+                f"{'the same bits' if same else 'different bits'}, launches past 2^32 as value",
+            )
         ], []
 
     def disturbed() -> tuple[list[Check], list[Numerics]]:
@@ -321,9 +327,8 @@ def measure(
 
 
 def recipe_of(run: Path) -> str:
-    """outputs/<family>/<recipe>/<time> -> "<family>/<recipe>"."""
-    parts = run.resolve().parts
-    return "/".join(parts[-3:-1])
+    """The recipe that the artifact is named after: "kimi_k3/tiny", or "mine" for ./mine.yaml."""
+    return str(json.loads((run / "artifact" / "manifest.json").read_text(encoding="utf-8"))["name"])
 
 
 def benchmark(recipe: str, record: dict[str, Any], times: dict[int, float], steps: int) -> dict[str, Any]:
@@ -374,7 +379,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; exit 1 if a check failed."""
     parser = argparse.ArgumentParser(prog="python -m optkit.bench.hardware", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, help="run directories (model.json and artifact/)")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the results, one JSON file a run")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results, two JSON files a run")
     parser.add_argument("--batches", default="1,2,4,8", help="batch sizes of the rollouts")
     parser.add_argument("--steps", type=int, default=64, help="steps of a rollout")
     parser.add_argument("--stage-batches", default="8", help="batch sizes of the teacher-forced checks")
@@ -404,7 +409,9 @@ def main(argv: list[str] | None = None) -> int:
         save(args.out / f"{stem}.json", benchmark(recipe_of(run), record, times, args.steps))
         bad = sum(c["status"] == "fail" for c in record["checks"])
         failed, total = failed + bad, total + len(record["checks"])
-        print(f"{run}: {len(record['checks']) - bad} of {len(record['checks'])} checks passed; {args.out}/{stem}.json")
+        print(f"{run}: {len(record['checks']) - bad} of {len(record['checks'])} checks passed")
+        print(f"  {args.out}/{stem}.json: the figures, as benchmarks/ takes them")
+        print(f"  next: optkit evidence merge {run} {args.out}/{stem}.hardware.json")
     return 1 if failed else 0
 
 

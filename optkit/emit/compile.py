@@ -10,7 +10,8 @@ import hashlib
 import os
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from optkit.emit import layout as L
@@ -45,7 +46,10 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel and its launch facts. `smem` is dynamic shared memory in bytes."""
+    """A compiled kernel and its launch facts.
+
+    `smem`: dynamic shared memory, bytes. `seconds`: what compiling took; `cached`: in an earlier run.
+    """
 
     spec: KernelSpec
     arch: str
@@ -55,6 +59,7 @@ class Kernel:
     cubin: bytes
     ptx: str
     seconds: float
+    cached: bool = field(default=False, compare=False)
 
     @property
     def params(self) -> tuple[tuple[str, int, int], ...]:
@@ -126,27 +131,21 @@ def compile_cached(spec: KernelSpec, arch: str, cache: Path, line_info: bool = T
     )
     at = cache / key.hexdigest()[:32]
     files = (at / "kernel.cubin", at / "kernel.ptx", at / "facts.json")
-    if all(f.exists() for f in files):
+    with suppress(OSError, ValueError, KeyError, TypeError):  # absent or damaged: compiled again
         facts = json.loads(files[2].read_text())
-        cubin = files[0].read_bytes()
-        if facts["sha256"] == hashlib.sha256(cubin).hexdigest():
-            return Kernel(
-                spec,
-                arch,
-                facts["name"],
-                facts["smem"],
-                facts["threads"],
-                cubin,
-                files[1].read_text(),
-                facts["seconds"],
-            )
+        cubin, ptx = files[0].read_bytes(), files[1].read_bytes()
+        if facts["sha256"] == hashlib.sha256(cubin + ptx).hexdigest():
+            return Kernel(spec, arch, facts["name"], facts["smem"], facts["threads"], cubin, ptx.decode(), facts["seconds"], cached=True)
     k = compile_kernel(spec, arch, line_info)
-    at.mkdir(parents=True, exist_ok=True)
-    facts = {"name": k.name, "smem": k.smem, "threads": k.threads, "seconds": k.seconds, "sha256": k.sha256}
-    for f, data in zip(files, (k.cubin, k.ptx.encode(), json.dumps(facts).encode()), strict=True):
-        tmp = f.with_suffix(f".{os.getpid()}")
-        tmp.write_bytes(data)
-        tmp.replace(f)
+    ptx = k.ptx.encode()
+    digest = hashlib.sha256(k.cubin + ptx).hexdigest()
+    facts = {"name": k.name, "smem": k.smem, "threads": k.threads, "seconds": k.seconds, "sha256": digest}
+    with suppress(OSError):  # a cache that cannot be written only costs the time
+        at.mkdir(parents=True, exist_ok=True)
+        for f, data in zip(files, (k.cubin, ptx, json.dumps(facts).encode()), strict=True):
+            tmp = f.with_suffix(f".{os.getpid()}")
+            tmp.write_bytes(data)
+            tmp.replace(f)
     return k
 
 

@@ -17,6 +17,7 @@ CHUNK_FP4 = 2048  # columns of one MXFP4 tile
 PITCH = 1088  # bytes of a tile row in shared memory: 1024 of data, then 64 so that rows g and g+1 use other banks
 SCALES = 16 * PITCH  # offset of a tile's ue8m0 scales
 SLOT = SCALES + 1024
+MAX_DV = 512  # value width of attention: a warp accumulates at most 8 tiles of 8 columns
 KV_CHUNK = 64  # tokens staged at once by attention
 RED_BYTES = 8192  # two parities of 8 warps x 16 rows x 8 tokens fp32
 MISC_BYTES = 512

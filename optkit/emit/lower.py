@@ -456,6 +456,7 @@ def _route(row: _Row) -> None:
     p = row.p
     if p["topk"] % 4 or p["topk"] * L.ROWS > 128:
         raise ValueError(f"stage {row.stage.name}: top-{p['topk']}: the device body takes multiples of 4 up to 16")
+    _multiple(row, "number of experts", p["experts"], 4, "4 a load")
     row.param(
         0,
         p["experts"],

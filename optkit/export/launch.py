@@ -186,7 +186,7 @@ class GpuRunner:
         self._keep: dict[bytes, torch.Tensor] = {}
         self.sync = torch.zeros(sync_bytes(plan), dtype=torch.uint8, device=self.device)
         self.raw = {
-            b.name: torch.zeros(-(-b.nbytes * b.copies // 16) * 16, dtype=torch.uint8, device=self.device)
+            b.name: torch.zeros(-(-b.nbytes // 16) * 16, dtype=torch.uint8, device=self.device)
             for b in plan.buffers
             if b.klass in ("activation", "scratch", "mailbox")
         }

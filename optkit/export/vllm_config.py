@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -74,13 +74,15 @@ class Options:
         return artifact
 
 
-def refuse(artifact: Artifact, mode: str, reasons: list[str], fallback: str) -> None:
-    """Says why an artifact is not used, once. Raises ValueError with every reason where it is required."""
+def refuse(
+    artifact: Artifact, mode: str, reasons: Sequence[str], fallback: str, say: Callable[[str], None] = log.warning
+) -> None:
+    """Says why an artifact is not used. Raises ValueError with every reason where it is required."""
     if mode == "require":
-        raise ValueError(f"optkit: artifact {artifact.path} is required but cannot be used:\n"
-                         + "\n".join(f"  - {r}" for r in reasons))
-    log.warning("optkit: artifact %s is not used, %s runs every step, because: %s", artifact.path, fallback,
-                "; ".join(reasons))
+        raise ValueError(
+            f"optkit: artifact {artifact.path} is required but cannot be used:\n" + "\n".join(f"  - {r}" for r in reasons)
+        )
+    say(f"optkit: artifact {artifact.path} is not used, {fallback} runs every step, because: " + "; ".join(reasons))
 
 
 def raw_config(config: VllmConfig) -> dict[str, Any]:

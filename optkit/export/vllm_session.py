@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from optkit.export.backend import StepCounter, log
 from optkit.export.manifest import Artifact
 from optkit.export.support import block_size_reasons, unsupported
-from optkit.export.vllm_config import Options, facts
+from optkit.export.vllm_config import Options, facts, refuse
 
 _said: set[str] = set()
 """Warnings of this process: a model built again, or from parts, decides again but says it once."""
@@ -67,22 +67,17 @@ class Session:
         """Says why, once, if there are reasons. Raises ValueError with all of them where the artifact is required."""
         if not reasons:
             return False
-        if self.options is not None and self.options.mode == "require":
-            raise ValueError(
-                f"optkit: artifact {artifact.path} is required but cannot be used:\n"
-                + "\n".join(f"  - {r}" for r in reasons)
-            )
-        words = (
-            f"optkit: artifact {artifact.path} is not used, {self.fallback} runs every step, because: "
-            + "; ".join(reasons)
-        )
-        if self.speaks and words not in _said:
-            _said.add(words)
-            log.warning("%s", words)
+        mode = self.options.mode if self.options is not None else "auto"
+        refuse(artifact, mode, reasons, self.fallback, self._say)
         self.artifact = None
         self.counter.artifact, self.counter.reasons = "", tuple(reasons)
         self.counter.save()
         return True
+
+    def _say(self, words: str) -> None:
+        if self.speaks and words not in _said:
+            _said.add(words)
+            log.warning("%s", words)
 
     def settled(self, block_size: int) -> None:
         """The last requirement, known only when vLLM has allocated the caches."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
@@ -93,6 +94,9 @@ def _shards(directory: Path, problems: list[str]) -> dict[str, set[str] | None]:
             weight_map = json.loads(index.read_text())["weight_map"]
             promised: dict[str, set[str] | None] = {}
             for name, file in weight_map.items():
+                if not isinstance(file, str) or Path(file).name != file:  # never a file outside the checkpoint
+                    problems.append(f"{index}: {name}: {file!r}: expected the name of a file beside the index")
+                    continue
                 names = promised.setdefault(file, set())
                 assert names is not None
                 names.add(name)
@@ -111,7 +115,8 @@ class Checkpoint:
 
     def __init__(self, directory: str | Path, module: ModuleType) -> None:
         self.directory, self.module = Path(directory), module
-        self.problems: list[str] = []
+        self.problems: list[str] = []  # files that are damaged or absent: what they held is not known
+        self.misplaced: list[str] = []  # what the index says against the headers
         self.found: dict[str, Found] = {}
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
@@ -130,7 +135,7 @@ class Checkpoint:
             self._files[file] = handle
             names = set(handle.keys())
             for name in sorted((promised or set()) - names):
-                self.problems.append(f"{path}: {name}: missing: {INDEX} places it in this file")
+                self.misplaced.append(f"{path}: {name}: missing: {INDEX} places it in this file")
             for name in sorted(names):
                 self._note(file, name, handle)
         self._note_tokenizer()
@@ -155,7 +160,7 @@ class Checkpoint:
         view = handle.get_slice(stored)
         if name in self.found:
             other = self.found[name]
-            self.problems.append(f"{name}: stored twice, in {other.file} and {file}: expected once")
+            self.misplaced.append(f"{name}: stored twice, in {other.file} and {file}: expected once")
         dtype = view.get_dtype()
         self.found[name] = Found(file, stored, tuple(view.get_shape()), DTYPE_NAMES.get(dtype, dtype))
 
@@ -209,6 +214,20 @@ def compare_config(graph: Graph, config_json: Mapping[str, Any]) -> list[str]:
     return [f"config.json: {k}: {v!r}: expected {ours[k]!r}, as planned" for k, v in theirs.items() if v != ours[k]]
 
 
+def _verify(checkpoint: Checkpoint, graph: Graph) -> None:
+    problems = compare_config(graph, read_config(checkpoint.directory)) + checkpoint.problems + checkpoint.misplaced
+    if not checkpoint.problems:
+        problems += _mistakes(graph, checkpoint.found, checkpoint.module)
+    if problems:
+        raise CheckpointError("\n".join(problems))
+
+
+def verify(directory: str | Path, graph: Graph) -> None:
+    """Hold config.json and every header against the graph; reads no weight. Raises CheckpointError as `load` does."""
+    with Checkpoint(directory, families.FAMILIES[graph.family]) as checkpoint:
+        _verify(checkpoint, graph)
+
+
 def load(directory: str | Path, target: Any, tp: int = 1, rank: int = 0) -> dict[str, Resident]:
     """One rank's resident weights by name; "mxfp4" weights are (packed, scales).
 
@@ -219,11 +238,7 @@ def load(directory: str | Path, target: Any, tp: int = 1, rank: int = 0) -> dict
     module = families.FAMILIES[graph.family]
     ranks, rank = _parallel(graph)
     with Checkpoint(directory, module) as checkpoint:
-        problems = compare_config(graph, read_config(directory)) + checkpoint.problems
-        if not checkpoint.problems:
-            problems += _mistakes(graph, checkpoint.found, module)
-        if problems:
-            raise CheckpointError("\n".join(problems))
+        _verify(checkpoint, graph)
         return {w.name: packing.pack(w, ranks, rank, checkpoint.read) for w in graph.weights}
 
 
@@ -290,12 +305,26 @@ def write_random(directory: str | Path, config_json: Mapping[str, Any], seed: in
     if shards < 1:
         raise ValueError(f"shards: {shards}: expected >= 1")
     module = families.family_of(config_json)
+    module.Config.from_hf(config_json)  # raises before anything is written
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        _write_into(partial, module, config_json, seed, shards)
+        partial.chmod(0o755)  # mkdtemp makes it private
+        if directory.exists():
+            directory.rmdir()
+        os.replace(partial, directory)
+    except BaseException:  # a full disk, Ctrl-C: no half checkpoint stays
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return directory
+
+
+def _write_into(partial: Path, module: ModuleType, config_json: Mapping[str, Any], seed: int, shards: int) -> None:
+    """The files of `write_random`, into an empty directory."""
     prefix = module.WRAPPER_PREFIX if "text_config" in config_json else ""
     whole = checkpoint_weights(module, module.Config.from_hf(config_json))
     limit = sum(w.nbytes for w in whole) / shards
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     batch: dict[str, Tensor] = {}
     weight_map: dict[str, str] = {}
     written = 0
@@ -321,7 +350,3 @@ def write_random(directory: str | Path, config_json: Mapping[str, Any], seed: in
     (partial / "config.json").write_text(json.dumps(config_json, indent=2))
     if not getattr(module, "READS_TOKENIZER", False):  # then it stands among the tensors and was written with them
         write_word_tokenizer(partial, config_json.get("text_config", config_json)["vocab_size"])
-    if directory.exists():
-        directory.rmdir()
-    os.replace(partial, directory)
-    return directory

@@ -15,7 +15,7 @@ from optkit.models.config import ConfigError
 FAMILIES: dict[str, ModuleType] = {
     model_type: module for module in (deepseek_v41, kimi_k3, llama) for model_type in module.MODEL_TYPES
 }
-"""model_type -> module with FAMILY, Config (from_hf) and build; `published` where its plans are emitted."""
+"""model_type -> module with FAMILY, Config (from_hf) and build."""
 
 
 def family_of(config_json: Mapping[str, Any]) -> ModuleType:

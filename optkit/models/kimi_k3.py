@@ -33,36 +33,6 @@ def unused_weights(config: Config) -> tuple[Weight, ...]:
     return tuple(Weight(name, shape, "bf16", (name,)) for name, shape in shapes.items())
 
 
-def published(config_json: Mapping[str, Any], tp: int = 1, **keys: Any) -> dict[str, Any]:
-    """Every constant of one rank's ops, read from config.json a second time and without `Config`: "<op kind>.<attr>",
-    with "@<op name without its layer>" where one op differs from the others of its kind. `keys` are the recipe's own.
-
-    What the file does not say: 1e-6 for the low-rank norms and for the L2 norm of KDA's q and k (modelling code).
-    """
-    t = config_json.get("text_config", config_json)
-    linear = t["linear_attn_config"]
-    low = keys.get("qk_lora_norm_eps", t.get("qk_lora_norm_eps", 1e-6))
-    nope, rope, lora, heads = (t[k] for k in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank", "num_attention_heads"))
-    situ = {"act": t["hidden_act"], "beta": t["activation_situ_beta"], "linear_beta": t["activation_situ_linear_beta"]}
-    kda = {"heads": linear["num_heads"] // tp, "dim": linear["head_dim"]}
-    topk = t["num_experts_per_token"]
-    kinds: dict[str, dict[str, Any]] = {
-        "embed": {"width": t["hidden_size"]},
-        "rmsnorm": {"eps": t["rms_norm_eps"], "eps@qc": low},
-        "attnres": {"eps": t["rms_norm_eps"]},
-        "kda_recurrence": {**kda, "l2_eps": 1e-6, "lower_bound": linear["gate_lower_bound"]},
-        "gated_norm": {**kda, "eps": t["rms_norm_eps"]},
-        "conv": {"taps": linear["short_conv_kernel_size"]},
-        "act_mul": situ,
-        "route": {"topk": topk, "scale": t["routed_scaling_factor"], "experts": t["num_experts"]},
-        "expert_gate_up": {**situ, "topk": topk, "inter": t["moe_intermediate_size"] // tp},
-        "expert_down": {"topk": topk, "inter": t["moe_intermediate_size"] // tp},
-        "mla_insert": {"eps": low, "lora": lora, "rope": rope},
-        "mla_attention": {"heads": heads // tp, "lora": lora, "nope": nope, "rope": rope, "scale": (nope + rope) ** -0.5},
-    }
-    return {f"{kind}.{k}": v for kind, values in kinds.items() for k, v in values.items()}
-
-
 @dataclass(frozen=True)
 class Config:
     """Every constant of the text decode step. Layers are 0-based; widths are of the whole model."""

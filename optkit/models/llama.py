@@ -28,32 +28,6 @@ def unused_weights(config: Config) -> tuple[Weight, ...]:
     return ()
 
 
-def published(config_json: Mapping[str, Any], tp: int = 1, **keys: Any) -> dict[str, Any]:
-    """Every constant of one rank's ops, read from config.json a second time and without `Config`; see kimi_k3.published.
-
-    Scores are divided by the root of the head size; SiLU has no constants (1 stands for none).
-    """
-    rope = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}
-    heads, kv_heads = config_json["num_attention_heads"], config_json.get("num_key_value_heads", None)
-    kv_heads = kv_heads or heads
-    dim = config_json.get("head_dim") or config_json["hidden_size"] // heads
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    scaling = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    cut = {"dim": dim, "heads": heads // tp, "kv_heads": kv_heads // tp}
-    kinds: dict[str, dict[str, Any]] = {
-        "embed": {"width": config_json["hidden_size"]},
-        "rmsnorm": {"eps": config_json["rms_norm_eps"]},
-        "rope_insert": {
-            **cut,
-            "theta": rope.get("rope_theta", config_json.get("rope_theta", 10000.0)),
-            "scaling": tuple(float(rope[k]) for k in scaling) if kind == "llama3" else (),
-        },
-        "gqa_attention": {**cut, "scale": dim**-0.5},
-        "act_mul": {"act": config_json["hidden_act"], "beta": 1.0, "linear_beta": 1.0},
-    }
-    return {f"{kind}.{k}": v for kind, values in kinds.items() for k, v in values.items()}
-
-
 @dataclass(frozen=True)
 class Config:
     """Every constant of the decode step; widths are of the whole model.

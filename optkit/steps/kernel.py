@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from optkit.pipeline import Context
 from optkit.recipe import Recipe
+
+if TYPE_CHECKING:
+    from optkit.emit.compile import Kernel
 
 PROBE_BODY = "gemv"
 """The stage body compiled for the other architectures: it holds the ring, the mma and the edges."""
@@ -17,7 +21,7 @@ MAX_PLANTED_STAGES = 300
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept between runs: $OPTKIT_CACHE, by default ~/.cache/optkit."""
-    return Path(os.environ.get("OPTKIT_CACHE", "~/.cache/optkit")).expanduser()
+    return Path(os.environ.get("OPTKIT_CACHE") or "~/.cache/optkit").expanduser()
 
 
 def emit(recipe: Recipe, context: Context) -> None:
@@ -39,7 +43,7 @@ def emit(recipe: Recipe, context: Context) -> None:
         True,
         value=len(kernel.cubin),
         reason=f"{kernel.arch}: {len(spec.bodies)} stage bodies for "
-        f"{len(plan.stages)} stages, {kernel.seconds:.1f} s to compile",
+        f"{len(plan.stages)} stages, {_compiled(kernel)}",
     )
     limit = recipe.hardware.smem_kib * 1024
     context.check(
@@ -58,6 +62,10 @@ def emit(recipe: Recipe, context: Context) -> None:
             f"emit.probe.{arch}",
             True,
             value=len(probe.cubin),
-            reason=f"the {PROBE_BODY} stage compiles for {arch}, {probe.seconds:.1f} s",
+            reason=f"the {PROBE_BODY} stage compiles for {arch}, {_compiled(probe)}",
         )
     context.note(f"{kernel.arch} cubin of {len(kernel.cubin) // 1024} KiB, {kernel.smem} bytes of shared memory")
+
+
+def _compiled(kernel: Kernel) -> str:
+    return f"{kernel.seconds:.1f} s to compile" + (", kept from an earlier run" if kernel.cached else "")

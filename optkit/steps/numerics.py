@@ -63,7 +63,7 @@ def hardware_command(recipe: Recipe, context: Context) -> str:
     batches = ",".join(map(str, sorted(recipe.decode.batch)))
     return (
         f"python -m optkit.bench.hardware {run} --batches {batches} --steps {recipe.bench.steps} "
-        f"--launches {recipe.bench.launches} --out hardware.json"
+        f"--launches {recipe.bench.launches} --out hardware"
     )
 
 
@@ -75,7 +75,7 @@ def hardware(recipe: Recipe, context: Context) -> None:
         )
     command = hardware_command(recipe, context)
     for name in hardware_checks(sorted(recipe.decode.batch), [context.results["plan"].rows]):
-        context.not_run(name, f"needs a {recipe.hardware.name} GPU ({recipe.hardware.arch})", repeat=command)
+        context.not_run(name, f"needs a GPU: {recipe.hardware.name} ({recipe.hardware.arch})", repeat=command)
 
 
 def _shown(path: Path) -> Path:

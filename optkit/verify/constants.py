@@ -1,88 +1,61 @@
-"""`check_constants`: every constant of graph and Plan, field by field, against config.json as a second reader reads it.
+"""Constants of a Plan against config.json, field by field (docs/design.md, section 4.4).
 
-The table check (table.py) holds what the kernel gets against the Plan; this one holds the Plan against the published file,
-through a reading of its own (`published` of each model family), so that a wrong epsilon or scale cannot hide in the
-configuration class that graph, reference and Plan all share. Values must be equal, not close.
+Every float of every stage must be what config.json says, by a rule of models/published.py; a float that no rule explains is
+a finding. Integers that config.json fixes (top-k, experts, head sizes) are compared too. Needs no torch and no weights.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from optkit.checks import Check, from_findings
-from optkit.models.graph import Graph, Op
+from optkit.models.graph import Graph
+from optkit.models.published import origin
 from optkit.plan.types import Plan, Stage
 
-NAMES = ("constants.graph", "constants.plan")
-LAYOUT = frozenset({"vocab_start", "x_stride", "x_offset", "groups"})
-"""Attributes that say where a rank's part lies, not what is computed."""
-EXCHANGES = frozenset({"all_reduce", "all_gather"})
-"""Ops of several ranks: their attributes come from the recipe's `parallel` group, config.json has none."""
-BODIES: dict[str, dict[str, str]] = {
-    "embed": {"width": "embed.width"},
-    "kda": {"heads": "kda_recurrence.heads", "dim": "kda_recurrence.dim", "lower_bound": "kda_recurrence.lower_bound",
-            "l2_eps": "kda_recurrence.l2_eps", "eps": "gated_norm.eps", "taps": "conv.taps"},
-    "mla_insert": {"eps": "mla_insert.eps", "lora": "mla_insert.lora", "rope": "mla_insert.rope"},
-    "rope_insert": {"dim": "rope_insert.dim", "heads": "rope_insert.heads", "kv_heads": "rope_insert.kv_heads",
-                    "theta": "rope_insert.theta", "scaling": "rope_insert.scaling"},
-    "route": {"experts": "route.experts", "topk": "route.topk", "scale": "route.scale"},
-    "expert_gate_up": {k: f"expert_gate_up.{k}" for k in ("topk", "inter", "act", "beta", "linear_beta")},
-    "expert_down": {"topk": "expert_down.topk", "inter": "expert_down.inter"},
-}
-"""Stage body -> its param -> the constant that it is."""
-ATTENTION = {"mla": {"scale": "mla_attention.scale", "dv": "mla_attention.lora", "nope": "mla_attention.nope",
-                     "rope": "mla_attention.rope"},
-             "gqa": {"scale": "gqa_attention.scale", "dqk": "gqa_attention.dim", "dv": "gqa_attention.dim"}}  # fmt: skip
-
-Published = Mapping[str, Any]
-Finding = tuple[str, str]
+NAME = "constants.config"
+CARRIED = ("attn_combine",)
+"""Bodies whose scale is carried along and not used."""
+UNUSED = {"silu": ("beta", "linear_beta"), "": ("act", "beta", "linear_beta")}
+"""Fields that an activation does not read."""
 
 
-def check_constants(plan: Plan, graph: Graph, published: Published, repeat: str = "") -> list[Check]:
-    """ "constants.graph" and "constants.plan": no constant differs from `published`, and none has nothing to be held
-    against. `plan` is made from `graph`."""
-    ops = [x for op in graph.ops for x in _op(op, published)]
-    stages = [x for s in plan.stages for x in _stage(s, graph, published)]
-    return [
-        from_findings(name, [text for text, _ in found if text], f"{len(found)} values of {what} equal config.json's", repeat)
-        for name, found, what in ((NAMES[0], ops, f"{len(graph.ops)} ops"), (NAMES[1], stages, f"{len(plan.stages)} stages"))
-    ]
+def fields(stage: Stage) -> Iterator[tuple[str, Any, str]]:
+    """(field, value, weight that tells norms apart) of a stage's params, its prologue and its parts."""
+    p = dict(stage.params)
+    for k, v in p.items():
+        if k == "x":
+            if v["norm"]:
+                yield "x.eps", v["eps"], v["norm"]
+            if v["prologue"] == "mixnorm":
+                yield "x.mix_eps", v["mix_eps"], v["mix_norm"]
+        elif k == "parts":
+            for part in v:
+                for f in ("act", "beta", "linear_beta"):
+                    if f not in UNUSED.get(part["act"], ()):
+                        yield f, part[f], part["weight"]
+        elif k not in UNUSED.get(p.get("act", "none"), ()) and k != "coeffs":
+            yield k, v, ""
 
 
-def _wanted(published: Published, key: str, op: str) -> Any:
-    """The constant of one op; KeyError where config.json has none."""
-    own = f"{key}@{re.sub(r'^L[0-9]+[.]', '', op)}"
-    return published[own] if own in published else published[key]
-
-
-def _held(where: str, name: str, got: Any, published: Published, key: str, op: str) -> Finding:
-    try:
-        want = _wanted(published, key, op)
-    except KeyError:
-        return f"{where}: {name} = {got!r} has no counterpart in config.json ({key})", key
-    return ("" if got == want else f"{where}: {name} is {got!r}, config.json says {want!r}"), key
-
-
-def _op(op: Op, published: Published) -> Iterator[Finding]:
-    for name, value in op.attrs:
-        if name not in LAYOUT and op.kind not in EXCHANGES:
-            yield _held(f"op {op.name}", name, value, published, f"{op.kind}.{name}", op.name)
-
-
-def _stage(s: Stage, graph: Graph, published: Published) -> Iterator[Finding]:
-    where, params = f"stage {s.name}", dict(s.params)
-    keys = ATTENTION[params["kind"]] if s.body == "attn" else BODIES.get(s.body, {})
-    for name, key in keys.items():
-        yield _held(where, name, params[name], published, key, s.name)
-    x = params.get("x")
-    if x:
-        for weight, eps, kind in (("norm", "eps", "rmsnorm"), ("mix_norm", "mix_eps", "attnres")):
-            if x[weight]:
-                op = next(o for o in graph.ops if x[weight] in dict(o.weights).values() and o.kind == kind)
-                yield _held(where, f"{eps} of {x[weight]}", x[eps], published, f"{kind}.eps", op.name)
-    for part in params.get("parts", ()):
-        if part["epilogue"] == "act":
-            for name in ("act", "beta", "linear_beta"):
-                yield _held(where, f"{part['op']}.{name}", part[name], published, f"act_mul.{name}", part["op"])
+def check_constants(plan: Plan, graph: Graph, config: Mapping[str, Any], keys: Mapping[str, Any] | None = None,
+                    repeat: str = "") -> Check:
+    """`config`: config.json as published; `keys`: what the recipe sets instead (model.* keys of the same names)."""
+    text = {**config.get("text_config", config), **(keys or {})}
+    said: Mapping[str, Any] = {**config, "text_config": text} if "text_config" in config else text
+    out: list[str] = []
+    compared = 0
+    for stage in plan.stages:
+        for field, value, weight in fields(stage):
+            rule = origin(graph.family, stage.body, field, weight)
+            if rule is None:
+                if isinstance(value, float) and stage.body not in CARRIED and value != 0.0:
+                    out.append(f"{stage.name}: {field} = {value:g}: no rule says which key of config.json it is")
+                continue
+            compared += 1
+            want = rule.value(said)
+            same = abs(value - want) <= 1e-12 * abs(want) if isinstance(want, float) and isinstance(value, float) else value == want
+            if not same:
+                out.append(f"{stage.name}: {field} is {value}, config.json says {want} ({rule.said})")
+    return from_findings(NAME, out, f"{compared} constants of {len(plan.stages)} stages are those of config.json", repeat)

@@ -186,9 +186,17 @@ class _Walk:
                 self.out.unwritten.append(
                     f"{self.plan.stages[use.stage].name} reads {gap} columns of {name} that no earlier stage wrote"
                 )
+        fed = {e.src for e in waits if e.buffer == name and e.kind == "raw"}
         for e in waits:
             if e.buffer == name and e.kind == "raw" and e.src not in {w.stage for w in writers}:
                 self._stale(e)
+        if fed and buffer.klass != "state":  # a word of the buffer's previous value has been written too, long ago
+            gap = R.missing(_distinct(w.flat for w in writers if w.stage in fed), use.flat)
+            if gap:
+                self.out.unwritten.append(
+                    f"{self.plan.stages[use.stage].name} reads {gap} columns of {name} that none of "
+                    f"{', '.join(self.plan.stages[i].name for i in sorted(fed))} writes: an older value's"
+                )
         polled: tuple[R.Footprint, ...] = ()
         for w in reversed(writers):
             self.out.pairs += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -161,6 +162,36 @@ def test_a_projection_that_no_tile_fits_is_refused(key: str, value: int, message
     with pytest.raises(ValueError, match=message):
         lower(broken, fake(graph, plan))
     assert len(limits(broken)) == 1
+
+
+def test_grouped_query_heads_wider_than_the_accumulators_are_refused() -> None:
+    graph = graph_of("llama_tiny")
+    plan = plan_of(graph)
+    wide = tuple(replace(s, params=tuple({**dict(s.params), "dv": 576}.items())) if s.body == "attn" else s for s in plan.stages)
+    with pytest.raises(ValueError, match="at most 512"):
+        lower(replace(plan, stages=wide), fake(graph, plan))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama_tiny", {"intermediate_size": 200}, "is 200: expected a multiple of 32"),
+        ("llama_tiny", {"hidden_size": 300}, "is 300: expected a multiple of"),
+        ("llama_tiny", {"vocab_size": 501}, "output rows of .* is 501: expected a multiple of 4"),
+        ("kimi_k3_tiny", {"num_experts_per_token": 6}, "top-6"),
+        ("kimi_k3_tiny", {"moe_intermediate_size": 96}, "expert width is 96: expected a multiple of 64"),
+        ("kimi_k3_tiny", {"routed_expert_hidden_size": 96}, "latent width is 96: expected a multiple of 64"),
+    ],
+)
+def test_sizes_that_vectors_and_tiles_cannot_cut_are_refused(name: str, change: dict[str, int], message: str) -> None:
+    """The kernel would drop the remainder or copy from an address between two 16-byte words."""
+    config = copy.deepcopy(families.named_config(name))
+    config.get("text_config", config).update(change)
+    module = families.family_of(config)
+    graph = module.build(module.Config.from_hf(config), rows=8)
+    plan = plan_of(graph)
+    with pytest.raises(ValueError, match=message):
+        lower(plan, fake(graph, plan))
 
 
 def test_real_peers_are_refused_in_words() -> None:

@@ -206,3 +206,49 @@ def test_write_random_refuses_a_used_directory(llama: Model, small: Path) -> Non
     with pytest.raises(ValueError, match="not empty"):
         checkpoint.write_random(small, llama.hf)
     assert not list(small.parent.glob("*.partial"))
+
+
+def test_headers_alone_show_what_is_wrong(llama: Model, small: Path, tmp_path: Path) -> None:
+    """What a run asks before it builds anything: a lost and a renamed tensor, without reading a weight."""
+    checkpoint.verify(small, llama.graph)
+    bad = edit(small, tmp_path / "c", lambda t: t.update({"model.norm.weighs": t.pop("model.norm.weight")}))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.verify(bad, llama.graph)
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["model.norm.weight", "model.norm.weighs"]
+
+
+def test_a_tensor_lost_from_its_shard_does_not_hide_other_mistakes(k3: Model, written: Path, tmp_path: Path) -> None:
+    shutil.copytree(written, tmp_path / "c")
+    shard = sorted((tmp_path / "c").glob("*.safetensors"))[0]
+    tensors = load_file(shard)
+    name = sorted(tensors)[0]
+    tensors["model.stray"] = tensors.pop(name)
+    save_file(tensors, shard)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.verify(tmp_path / "c", k3.graph)
+    assert f"{name}: missing: {checkpoint.INDEX} places it" in str(caught.value)
+    assert "model.stray: unexpected tensor" in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["../c/model-00001-of-00003.safetensors", 5, None, "."])
+def test_an_index_names_files_beside_it(file: object, k3: Model, written: Path, tmp_path: Path) -> None:
+    shutil.copytree(written, tmp_path / "c")
+    index = tmp_path / "c" / checkpoint.INDEX
+    body = json.loads(index.read_text())
+    name = sorted(body["weight_map"])[0]
+    body["weight_map"][name] = file
+    index.write_text(json.dumps(body))
+    with pytest.raises(CheckpointError, match=r"expected the name of a file beside the index"):
+        checkpoint.verify(tmp_path / "c", k3.graph)
+
+
+def test_a_checkpoint_that_could_not_be_finished_leaves_nothing(
+    llama: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.write_random(tmp_path / "c", llama.hf)
+    assert not list(tmp_path.iterdir())

@@ -55,9 +55,9 @@ def test_plain_text_config_equals_wrapper() -> None:
 
 
 def test_full_k3_rank() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     g = families.FAMILIES["kimi_k3"].build(published(), rows=8, tp=8, rank=3)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     well_formed(g)
     assert sum(w.nbytes for w in g.weights) / 1e9 == pytest.approx(195, abs=1)
     assert len([s for s in g.states if s.kind == "kv"]) == 24

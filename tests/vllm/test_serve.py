@@ -197,7 +197,7 @@ def test_an_artifact_for_a_model_that_optkit_has_no_class_for(llama: Kit, tmp_pa
           Server(model, tmp_path / "auto", llama.options("auto")) as auto):
         refusal = required.wait_refused()
         log = auto.wait_ready().log
-    assert "is required but cannot be used" in refusal and "model_type" in refusal, refusal[-3000:]
+    assert "is required but cannot be used" in refusal and "optkit has no class for MistralForCausalLM" in refusal, refusal[-3000:]
     assert log.count("is not used, vLLM's own model runs every step, because: model: ") == 1, log[-3000:]
 
 

@@ -30,6 +30,7 @@ from optkit.emit.kernels.core import (
     i32,
     i64,
     load1,
+    load2_f32,
     load4,
     load8_words,
     operand,
@@ -430,22 +431,33 @@ def attn_combine(c, d, task):
         row = u // groups
         group = u - row * groups
         if row < c.rows:
+            # weight of (head, split) = exp(m - top) / total, once a row: [16][splits] fp32 in the x area
+            for i in cutlass.range(c.tid, hpg * splits, 256, unroll=1):
+                h = i // splits
+                at = partial_at(row, part.width, group, splits, i - h * splits, hpg, h, dv)
+                m, den = load2_f32(c, part, at)
+                M.sts_v2f(c.x + i * 8, m, den)
+            csync()
+            for i in cutlass.range(c.tid, hpg * splits, 256, unroll=1):
+                h = i // splits
+                top = Float32(NEG)
+                for s in cutlass.range(splits, unroll=1):
+                    top = A.fmax(top, M.lds_f32(c.x + (h * splits + s) * 8))
+                total = Float32(0.0)
+                for s in cutlass.range(splits, unroll=1):
+                    ms = M.lds_f32(c.x + (h * splits + s) * 8)
+                    total = total + exp(ms - top) * M.lds_f32(c.x + (h * splits + s) * 8 + 4)
+                w = exp(M.lds_f32(c.x + i * 8) - top) / A.fmax(total, Float32(1.0e-30))
+                M.sts_f32(c.x + hpg * splits * 8 + i * 4, w)
+            csync()
             for i in cutlass.range(c.tid, hpg * n4, 256, unroll=1):
                 h = i // n4
                 e = (i - h * n4) * 4
-                top = Float32(NEG)
-                for s in cutlass.range(splits, unroll=1):
-                    top = A.fmax(top, load1(c, part, partial_at(row, part.width, group, splits, s, hpg, h, dv)))
-                total = Float32(0.0)
                 y = [Float32(0.0) for _ in range(4)]
-                for s in cutlass.range(splits, unroll=1):
-                    at = partial_at(row, part.width, group, splits, s, hpg, h, dv)
-                    w = exp(load1(c, part, at) - top)
-                    total = total + w * load1(c, part, at + 1)
-                    o = load4(c, part, at + 4 + e)
+                for s in cutlass.range(splits, unroll=4):
+                    w = M.lds_f32(c.x + hpg * splits * 8 + (h * splits + s) * 4)
+                    o = load4(c, part, partial_at(row, part.width, group, splits, s, hpg, h, dv) + 4 + e)
                     for q in range_constexpr(4):
                         y[q] = y[q] + w * o[q]
-                inv = Float32(1.0) / A.fmax(total, Float32(1.0e-30))
-                store4(
-                    c, out, row * out.width + (group * hpg + h) * dv + e, y[0] * inv, y[1] * inv, y[2] * inv, y[3] * inv
-                )
+                store4(c, out, row * out.width + (group * hpg + h) * dv + e, y[0], y[1], y[2], y[3])
+            csync()

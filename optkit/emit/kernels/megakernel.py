@@ -139,11 +139,12 @@ class Megakernel:
             dead = M.lds_b32(c.flag)
             if active and task < i32(d, L.TASKS) and dead == Uint32(0):
                 it = self.dispatch(c, d, task, it)
+            signal = i64(d, L.SIGNAL)  # before the barrier: behind it others write the next descriptor over this one
             csync()
             if active:
                 pause(c, s, 3)
-            if mine and c.tid == 0 and i64(d, L.SIGNAL) != Int64(0):
-                M.red_sync_release(i64(d, L.SIGNAL), 1)
+            if mine and c.tid == 0 and signal != Int64(0):
+                M.red_sync_release(signal, 1)
         csync()
         if c.tid == 0:
             M.red_sync_release64(c.sync_base + L.SYNC_EXITED, 1)

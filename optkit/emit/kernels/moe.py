@@ -19,6 +19,7 @@ from optkit.emit.kernels.core import (
     i32,
     i64,
     load1,
+    load4,
     operand,
     send4,
     store4,
@@ -56,21 +57,31 @@ E_IN, E_OUT, E_WTS = 14, 16, 18
 def route(c, d, task):
     """One task: warp r selects for row r; then the list of distinct experts in first-appearance order.
 
-    Shared memory in the x area: scores s + bias [8][E] fp32; then ids [8][topk], first flags and ranks [8 topk].
+    Shared memory in the x area: scores s + bias [8][E] and s [8][E] fp32; then ids [8][topk], first flags, ranks and the
+    expert of each rank [8 topk].
     """
     experts, topk = i32(d, L.PARAMS + RO_EXPERTS), i32(d, L.PARAMS + RO_TOPK)
     logits, wts = operand(d, L.PARAMS + RO_LOGITS), operand(d, L.PARAMS + RO_WTS)
     ids_out, uniq = i64(d, L.PARAMS + RO_IDS), i64(d, L.PARAMS + RO_UNIQ)
     row = c.warp
-    ids = c.x + L.ROWS * experts * 4
+    gates = c.x + L.ROWS * experts * 4
+    ids = gates + L.ROWS * experts * 4
     sel = ids + 512
     rank = sel + 512
+    owner = rank + 512
+    bias = i64(d, L.PARAMS + RO_BIAS)
+    for i in cutlass.range(c.tid, c.rows * (experts // 4), 256, unroll=1):
+        r = i // (experts // 4)
+        col = (i - r * (experts // 4)) * 4
+        x = load4(c, logits, r * logits.width + col)
+        b = M.ld_weight_v4f(bias + Int64(col) * 4)
+        s = [sigmoid(v) for v in x]
+        at = (r * experts + col) * 4
+        M.sts_v4f(gates + at, s[0], s[1], s[2], s[3])
+        M.sts_v4f(c.x + at, s[0] + b[0], s[1] + b[1], s[2] + b[2], s[3] + b[3])
+    csync()
     if row < c.rows:
         sc = c.x + row * experts * 4
-        for i in cutlass.range(c.lane, experts, 32, unroll=1):
-            s = sigmoid(load1(c, logits, row * logits.width + i))
-            M.sts_f32(sc + i * 4, s + M.ld_weight_f32(i64(d, L.PARAMS + RO_BIAS) + Int64(i) * 4))
-        A.sync_warp()
         total = Float32(0.0)
         for k in cutlass.range(topk, unroll=1):
             best = Float32(-1.0e30)
@@ -87,7 +98,7 @@ def route(c, d, task):
                     best = ov
                     at = oi
             at = cutlass.min(at, experts - 1)
-            s = sigmoid(load1(c, logits, row * logits.width + at))
+            s = M.lds_f32(gates + (row * experts + at) * 4)
             total = total + s
             A.sync_warp()
             if c.lane == 0:
@@ -119,17 +130,18 @@ def route(c, d, task):
         for v in cutlass.range(mine, unroll=1):
             before += M.lds_i32(sel + v * 4)
         M.sts_b32(rank + mine * 4, before)
+        if first == 1:
+            M.sts_b32(owner + before * 4, M.lds_i32(ids + mine * 4))
     csync()
+    last = M.lds_i32(rank + (n - 1) * 4) + M.lds_i32(sel + (n - 1) * 4)
     stride = 1 + L.ROWS
     for i in cutlass.range(c.tid, L.ROWS * topk * L.ROWS, 256, unroll=1):
         u = i // L.ROWS
         r = i - u * L.ROWS
         k = Int32(-1)
         expert = Int32(-1)
-        if u < n:
-            for v in cutlass.range(n, unroll=1):
-                if M.lds_i32(rank + v * 4) == u and M.lds_i32(sel + v * 4) == 1:
-                    expert = M.lds_i32(ids + v * 4)
+        if u < last:
+            expert = M.lds_i32(owner + u * 4)
         if expert >= 0 and r < c.rows:
             for q in cutlass.range(topk, unroll=1):
                 if M.lds_i32(ids + (r * topk + q) * 4) == expert:
@@ -138,9 +150,6 @@ def route(c, d, task):
         if r == 0:
             M.st_act_b32(uniq + Int64(1 + u * stride) * 4, expert)
     if c.tid == 0:
-        last = Int32(0)
-        for v in cutlass.range(n, unroll=1):
-            last += M.lds_i32(sel + v * 4)
         M.st_act_b32(uniq, last)
 
 

@@ -7,7 +7,7 @@ it; every warp waits for every lap of every slot in order, so a parity can never
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32, range_constexpr
 
 from optkit.emit import layout as L
 from optkit.emit.kernels import memory as M
@@ -99,19 +99,44 @@ def queue_scales(c, slot, bar, lo, hi, k, ch, groups):
 
 
 @cute.jit
+def expert_ids(c, uniq, n):
+    """The step's distinct experts, four a lane (expert u in lane u % 32): a read from L2 for every tile would cost more
+    than the tile."""
+    ids = [Int32(0) for _ in range(4)]
+    for q in range_constexpr(4):
+        u = c.lane + 32 * q
+        if u < n:
+            ids[q] = Int32(M.ld_act_b32(uniq + Int64(1 + u * (1 + L.ROWS)) * 4))
+    return ids[0], ids[1], ids[2], ids[3]
+
+
+@cute.jit
+def expert_at(ids, u):
+    """Expert u of `expert_ids`; all lanes ask for the same u."""
+    v = ids[0]
+    if u >= 32:
+        v = ids[1]
+    if u >= 64:
+        v = ids[2]
+    if u >= 96:
+        v = ids[3]
+    return A.shuffle_sync(v, u % 32)
+
+
+@cute.jit
 def queue_gate_up(c, d, task, it, stop):
     """8 gate and 8 up rows of one distinct expert per unit."""
     inter, latent = i32(d, L.PARAMS + moe.E_INTER), i32(d, L.PARAMS + moe.E_LATENT)
     uniq = i64(d, L.PARAMS + moe.E_UNIQ)
     n = moe.distinct(c, uniq, i32(d, L.PARAMS + moe.E_TOPK))
+    ids = expert_ids(c, uniq, n)
     per = inter // 8
     lo, hi, step = units_of(d, task)
     for i in cutlass.range(lo, hi, step, unroll=1):
         u = i // per
         j = i - u * per
         if u < n and stop == Uint32(0):
-            e = Int64(Int32(M.ld_act_b32(uniq + Int64(1 + u * (1 + L.ROWS)) * 4)))
-            row = e * inter + Int64(j) * 8
+            row = Int64(expert_at(ids, u)) * inter + Int64(j) * 8
             wp, sp = Int64(latent // 2), Int64(latent // 32)
             for ch in cutlass.range((latent + L.CHUNK_FP4 - 1) // L.CHUNK_FP4, unroll=1):
                 cols = cutlass.min(latent - ch * L.CHUNK_FP4, L.CHUNK_FP4)
@@ -150,13 +175,13 @@ def queue_down(c, d, task, it, stop):
     inter, latent = i32(d, L.PARAMS + moe.E_INTER), i32(d, L.PARAMS + moe.E_LATENT)
     uniq = i64(d, L.PARAMS + moe.E_UNIQ)
     n = moe.distinct(c, uniq, i32(d, L.PARAMS + moe.E_TOPK))
+    ids = expert_ids(c, uniq, n)
     lo, hi, step = units_of(d, task)
     wp, sp = Int64(inter // 2), Int64(inter // 32)
     for u0 in cutlass.range(lo, hi, step, unroll=1):
         for u in cutlass.range(n, unroll=1):
             if stop == Uint32(0):
-                e = Int64(Int32(M.ld_act_b32(uniq + Int64(1 + u * (1 + L.ROWS)) * 4)))
-                row = e * latent + Int64(u0) * 16
+                row = Int64(expert_at(ids, u)) * latent + Int64(u0) * 16
                 slot, bar, stop = slot_for(c, it, 16 * (inter // 2) + 16 * (inter // 32))
                 if stop == Uint32(0):
                     w, s = i64(d, L.PARAMS + moe.E_W1) + row * wp, i64(d, L.PARAMS + moe.E_S1) + row * sp
