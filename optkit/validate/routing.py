@@ -22,9 +22,10 @@ from optkit.validate.scenario import Scenario
 
 BODIES = ("route", "expert_gate_up", "expert_down")
 Ids = list[list[int]]
-TOP, BOTTOM = 0.9, 0.5
-"""Scores plus bias of what is chosen fall evenly from 0.9 to 0.5, logits of all others are -12: with 16 choices the gaps
-are 0.025, far beyond rounding. Biases between -0.09 and 0.45 can be made up for; a case that they spoil is red."""
+MARGIN = 0.05
+"""Score plus bias of what is chosen falls evenly from min(bias) + 0.95 to max(bias) + 0.05: scores stay within (0, 1),
+nothing else comes near (all other logits are -12), and the gaps are far beyond rounding while the biases lie within 0.9 of
+each other; a case that a wider bias spoils is red, and its reason shows the choice."""
 
 
 def extremes(rows: int, experts: int, topk: int) -> dict[str, Ids]:
@@ -47,7 +48,8 @@ def logits_of(ids: Ids) -> Callable[[Tensor], Tensor]:
 
     def make(bias: Tensor) -> Tensor:
         places = torch.tensor(ids, device=bias.device)
-        due = torch.linspace(TOP, BOTTOM, places.shape[1], dtype=torch.float64, device=bias.device)
+        top, bottom = float(bias.min()) + 1 - MARGIN, float(bias.max()) + MARGIN
+        due = torch.linspace(top, bottom, places.shape[1], dtype=torch.float64, device=bias.device)
         score = (due - bias.double()[places]).clamp(0.01, 0.99)
         out = torch.full((len(ids), len(bias)), -12.0, dtype=torch.float64, device=bias.device)
         return out.scatter(1, places, torch.logit(score))
