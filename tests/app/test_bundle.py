@@ -160,6 +160,16 @@ def test_merging_draws_the_report_again(optkit: Optkit, folder: Path, tmp_path: 
     assert failed.evaluation is not None and failed.evaluation.environment.hardware == "NVIDIA_H200"
 
 
+def test_merging_works_without_the_recipe(folder: Path) -> None:
+    """The run was made by another optkit: its plan.json is drawn, and the digests hold afterwards."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("weight_stream:", "weight_strem:"))
+    redigest(folder)
+    _report()(folder, ev.load(folder))
+    text = (folder / "report.html").read_text()
+    assert 'id="roofline"' in text and 'id="plan"' in text and 'id="ablations"' not in text
+
+
 def _report() -> ev.Report:
     from optkit.recompose import report
 
