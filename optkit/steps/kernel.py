@@ -27,6 +27,7 @@ def emit(recipe: Recipe, context: Context) -> None:
     from optkit.emit.compile import KernelSpec, compile_cached
     from optkit.verify import code_faults, faults
     from optkit.verify.audit import audit
+    from optkit.verify.table import audit_table
 
     plan = context.results["plan"]
     spec = KernelSpec.of(plan)
@@ -40,6 +41,11 @@ def emit(recipe: Recipe, context: Context) -> None:
     context.check("emit.shared_memory", kernel.smem <= limit, value=kernel.smem, threshold=limit,
                   reason="dynamic shared memory of the compiled kernel, bytes")
     context.take(audit(kernel.cubin, plan))
+    parallel = dict(plan.parallel)
+    if parallel["tp"] > 1 and parallel["peers"] == "real":
+        context.note("descriptor table not read back: mailboxes of real peers have no address here")
+    else:
+        context.take(audit_table(plan, context.results["graph"]))
     if len(plan.stages) <= MAX_PLANTED_STAGES:
         context.take([faults.catch_rate(plan), code_faults.catch_rate(kernel.cubin)])
     for arch in recipe.emit.probe_archs:

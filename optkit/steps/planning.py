@@ -44,9 +44,13 @@ def plan(recipe: Recipe, context: Context) -> None:
 
 def check(recipe: Recipe, context: Context) -> None:
     """The proofs, on the Plan of every pipeline stage."""
+    from optkit.verify.constants import check_constants
     from optkit.verify.proofs import prove
 
-    plans = context.results["plans"]
+    plans, epsilon = context.results["plans"], recipe.model.qk_lora_norm_eps
+    keys = {} if epsilon is None else {"qk_lora_norm_eps": epsilon}
     for stage, one in plans.items():
         suffix = f"@stage{stage}" if len(plans) > 1 else ""
-        context.take(prove(one, f"optkit check {context.target}"), suffix=suffix)
+        again = f"optkit check {context.target}"
+        config = context.results["source"].config_json
+        context.take([*prove(one, again), check_constants(one, context.results["graphs"][stage], config, keys, again)], suffix=suffix)

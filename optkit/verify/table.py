@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import struct
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -179,7 +180,16 @@ class _Expect:
 
 def last_writer(plan: Plan, index: int, name: str) -> int:
     """The last stage before `index` that writes `name`, -1 if none: whose words a reader must see."""
-    return max((j for j in range(index) if any(a.buffer == name for a in plan.stages[j].writes)), default=-1)
+    table: dict[str, list[int]] | None = plan.__dict__.get("_table_writers")
+    if table is None:  # once a Plan: a scan for every operand would be quadratic in the stages
+        table = {}
+        for j, s in enumerate(plan.stages):
+            for b in {a.buffer for a in s.writes}:
+                table.setdefault(b, []).append(j)
+        plan.__dict__["_table_writers"] = table
+    here = table.get(name, [])
+    at = bisect_left(here, index)
+    return here[at - 1] if at else -1
 
 
 def _prologue(e: _Expect, x: Any, out: str = "") -> None:

@@ -18,7 +18,7 @@ from optkit.plan.choices import PlanChoices
 from optkit.plan.types import Edge
 from optkit.verify import proofs
 from optkit.verify.constants import check_constants
-from optkit.verify.planted import gates, runner, table_faults
+from optkit.verify.planted import doc, gates, runner, table_faults
 from optkit.verify.planted.device_faults import AUDITED, HARDWARE, MISPLACED, Edit, sources
 from optkit.verify.planted.registry import KINDS, VARIANTS, Fault, Subject, digest, library, spread
 from optkit.verify.table import audit_table, check_table, device_names, lowered
@@ -203,3 +203,8 @@ def test_a_reader_of_columns_that_only_an_older_value_has_is_unordered() -> None
     broken = replace(plan, stages=tuple(replace(x, units=s.units - 1, tasks=s.units - 1) if x == s else x for x in plan.stages))
     reasons = [c.reason for c in proofs.prove(broken) if c.name == "proof.never_written"]
     assert "an older value's" in reasons[0]
+
+
+def test_the_document_is_up_to_date() -> None:
+    path = Path(__file__).resolve().parents[2] / "docs/planted-faults.md"
+    assert doc.filled(path.read_text()) == path.read_text(), "python -m optkit.verify.planted.doc docs/planted-faults.md"
