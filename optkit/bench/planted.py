@@ -21,7 +21,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-GATES = ("hardware.numerics", "hardware.exact", "hardware.rollout", "hardware.boundary", "hardware.bits", "hardware.abort")
+GATES = (
+    "hardware.numerics",
+    "hardware.exact",
+    "hardware.rollout",
+    "hardware.boundary",
+    "hardware.bits",
+    "hardware.abort",
+)
 SECONDS = 150
 """Longest time of one kernel's judgement; loading torch and the weights takes a few seconds of it."""
 STEPS, POISONED = 4, 24
@@ -72,7 +79,9 @@ def judge(run: Path, entry: dict[str, Any], cubins: Path) -> list[str]:
 
     def edges() -> set[str]:
         named = cases(bench.graph, 16, 1 + rows * 10, rows + 2, bench.device)
-        got = boundaries(bench.runner(max(named.values(), key=lambda s: s.blocks_per_row)), bench.graph, bench.weights, named)
+        got = boundaries(
+            bench.runner(max(named.values(), key=lambda s: s.blocks_per_row)), bench.graph, bench.weights, named
+        )
         return {"hardware.boundary"} if any(c.status == "fail" for c in got) else set()
 
     def bits() -> set[str]:
@@ -88,7 +97,12 @@ def judge(run: Path, entry: dict[str, Any], cubins: Path) -> list[str]:
         runner.launch = poisoned  # type: ignore[method-assign]
         return set() if all(same_bits(run_bits(runner, s), want) for _ in range(POISONED)) else {"hardware.bits"}
 
-    for gate, work in (("hardware.numerics", stages), ("hardware.rollout", steps), ("hardware.boundary", edges), ("hardware.bits", bits)):
+    for gate, work in (
+        ("hardware.numerics", stages),
+        ("hardware.rollout", steps),
+        ("hardware.boundary", edges),
+        ("hardware.bits", bits),
+    ):
         attempt(gate, work)
     torch.cuda.synchronize()
     return sorted(red)
@@ -129,16 +143,38 @@ def main(argv: list[str] | None = None) -> int:
         red = apart(args.dir, run, e["name"])
         ok = bool(set(red) & set(e["gates"])) if e["gates"] else not red
         failed += not ok
-        results.append({"name": e["name"], "run": run, "expected": e["gates"], "red": red, "caught": ok,
-                        "sha256": e.get("sha256", ""), "seconds": round(time.time() - begun, 1)})
-        print(f"{'ok' if ok else 'FAILED':7} {e['name']:60} {run:18} {', '.join(red) or 'green'} ({results[-1]['seconds']} s)", flush=True)
+        results.append(
+            {
+                "name": e["name"],
+                "run": run,
+                "expected": e["gates"],
+                "red": red,
+                "caught": ok,
+                "sha256": e.get("sha256", ""),
+                "seconds": round(time.time() - begun, 1),
+            }
+        )
+        print(
+            f"{'ok' if ok else 'FAILED':7} {e['name']:60} {run:18} {', '.join(red) or 'green'} ({results[-1]['seconds']} s)",
+            flush=True,
+        )
     planted = [r for r in results if r["expected"]]
     print(f"{sum(r['caught'] for r in planted)} of {len(planted)} faults caught on the GPU")
     if args.out:
         import torch
 
-        args.out.write_text(json.dumps({"schema": "optkit-planted-gpu/1", "library": index["library"], "gpu": torch.cuda.get_device_name(0),
-                                        "faults": results}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps(
+                {
+                    "schema": "optkit-planted-gpu/1",
+                    "library": index["library"],
+                    "gpu": torch.cuda.get_device_name(0),
+                    "faults": results,
+                },
+                indent=1,
+            )
+            + "\n"
+        )
     return 1 if failed else 0
 
 

@@ -67,7 +67,9 @@ def key_of(sources: Sources, spec: KernelSpec, arch: str) -> str:
     """Digest of all that decides what the audit says, the audit's own sources included."""
     from optkit.emit.compile import dsl_version
 
-    h = hashlib.sha256(json.dumps([asdict(spec), arch, dsl_version(), sorted(sources.items())], sort_keys=True).encode())
+    h = hashlib.sha256(
+        json.dumps([asdict(spec), arch, dsl_version(), sorted(sources.items())], sort_keys=True).encode()
+    )
     verify = Path(__file__).parent.parent
     for name in ("access.py", "audit.py", "cfg.py", "elf.py", "sass.py"):
         h.update((verify / name).read_bytes())

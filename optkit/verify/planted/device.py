@@ -63,7 +63,9 @@ def choose(fault: Fault, plans: dict[str, Plan]) -> str | None:
     if "tag" in fault.name:
         fit.sort(key=lambda n: -sum(e.mechanism == "tagged" for e in plans[n].edges))
     if "rmsnorm" in fault.name:
-        fit.sort(key=lambda n: -sum(bool(s.param("x")) and s.param("x")["prologue"] == "rmsnorm" for s in plans[n].stages))
+        fit.sort(
+            key=lambda n: -sum(bool(s.param("x")) and s.param("x")["prologue"] == "rmsnorm" for s in plans[n].stages)
+        )
     return fit[0] if fit else None
 
 
@@ -82,8 +84,18 @@ def _compile(name: str, plan_json: str, delayed: bool, target: str) -> tuple[str
             except RuntimeError as e:
                 return name, str(e).splitlines()[0]
         at.write_bytes(lzma.compress(kernel.cubin, preset=9))
-        facts.write_text(json.dumps({"cubin": at.name, "sha256": kernel.sha256, "name": kernel.name, "grid": kernel.spec.grid,
-                                     "threads": kernel.threads, "smem": kernel.smem}))
+        facts.write_text(
+            json.dumps(
+                {
+                    "cubin": at.name,
+                    "sha256": kernel.sha256,
+                    "name": kernel.name,
+                    "grid": kernel.spec.grid,
+                    "threads": kernel.threads,
+                    "smem": kernel.smem,
+                }
+            )
+        )
     return name, json.loads(facts.read_text())
 
 
@@ -123,15 +135,19 @@ def bundle(runs: list[Path], out: Path, jobs: int) -> dict[str, Any]:
     index = {"schema": SCHEMA, "library": digest(library()), "faults": entries}
     text = json.dumps(index, indent=1, sort_keys=True) + "\n"
     (out / "faults.json").write_text(text)
-    print(f"{out}: {len(entries)} cubins, {sum(f.stat().st_size for f in out.rglob('*') if f.is_file()) / 1e6:.1f} MB, "
-          f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]}")
+    print(
+        f"{out}: {len(entries)} cubins, {sum(f.stat().st_size for f in out.rglob('*') if f.is_file()) / 1e6:.1f} MB, "
+        f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    )
     return index
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m optkit.verify.planted.device", description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories with model.json and artifact/")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run directories with model.json and artifact/"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the bundle")
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 2), metavar="N")
     args = parser.parse_args(argv)

@@ -19,8 +19,12 @@ def table() -> str:
     faults = library()
     count = Counter((f.kind, "gpu" if f.hardware else f.target) for f in faults)
     columns = (*TARGETS, "gpu")
-    lines = [f"{len(faults)} faults, {sum(not f.hardware for f in faults)} of them judged without a GPU; library `{digest(faults)[:12]}`.",
-             "", "| kind | " + " | ".join(columns) + " |", "|---|" + "--:|" * len(columns)]
+    lines = [
+        f"{len(faults)} faults, {sum(not f.hardware for f in faults)} of them judged without a GPU; library `{digest(faults)[:12]}`.",
+        "",
+        "| kind | " + " | ".join(columns) + " |",
+        "|---|" + "--:|" * len(columns),
+    ]
     lines += [f"| {k} | " + " | ".join(str(count[k, c] or "") for c in columns) + " |" for k in KINDS]
     total = Counter("gpu" if f.hardware else f.target for f in faults)
     return "\n".join([*lines, "| **all** | " + " | ".join(f"**{total[c]}**" for c in columns) + " |"])

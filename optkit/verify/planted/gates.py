@@ -31,8 +31,17 @@ from optkit.verify.planted.table_faults import Lowered
 from optkit.verify.proofs import prove
 from optkit.verify.table import check_table, lowered
 
-NUMERIC = ("numerics.per_stage", "numerics.probes", "numerics.exact", "rollout.logits", "rollout.choices", "rollout.state",
-           "boundary", "repeat.bits", "orders.bits")
+NUMERIC = (
+    "numerics.per_stage",
+    "numerics.probes",
+    "numerics.exact",
+    "rollout.logits",
+    "rollout.choices",
+    "rollout.state",
+    "boundary",
+    "repeat.bits",
+    "orders.bits",
+)
 PAGES, SLOTS = 130, 10
 """Pages of 16 tokens and state slots of the small model's caches: 8 requests of up to 200 tokens."""
 
@@ -77,7 +86,10 @@ def small_model(family: str, variant: str) -> Small:
     from optkit.plan.choices import PlanChoices
 
     config = small.config(family)
-    build = {"rows": 8, **{k.removeprefix("parallel__"): v for k, v in VARIANTS[variant].items() if k.startswith("parallel__")}}
+    build = {
+        "rows": 8,
+        **{k.removeprefix("parallel__"): v for k, v in VARIANTS[variant].items() if k.startswith("parallel__")},
+    }
     graph = graph_of(config, {}, build)
     choices = PlanChoices.from_dicts(decode={"context": 256}, tune={"sms": small.SMS, "kv_splits": 4})
     return Small(graph, build_plan(graph, choices.but(**VARIANTS[variant])), _Weights(graph))
@@ -127,7 +139,9 @@ def _runs(m: Small, plan: Plan, seed: int, short: bool) -> Iterator[tuple[tuple[
     yield NUMERIC[3:6], roll
 
 
-def numerics(m: Small, plan: Plan, seed: int, only: frozenset[str] = frozenset(NUMERIC), short: bool = False) -> set[str]:
+def numerics(
+    m: Small, plan: Plan, seed: int, only: frozenset[str] = frozenset(NUMERIC), short: bool = False
+) -> set[str]:
     """The gates on the executor that `only` asks for. A runner that raises is red for the gate that ran it."""
     out: set[str] = set()
     for names, run in _runs(m, plan, seed, short):
@@ -149,7 +163,9 @@ def constants(subject: Subject, change: Any, seed: int, only: frozenset[str], sh
     return out | numerics(m, change(m.plan), seed, only, short)
 
 
-def bodies(subject: Subject, variant: str, patch: Any, seed: int, only: frozenset[str], short: bool = False) -> set[str]:
+def bodies(
+    subject: Subject, variant: str, patch: Any, seed: int, only: frozenset[str], short: bool = False
+) -> set[str]:
     """The numeric gates while the executor is patched."""
     m = small_model(subject.family, variant)
     with patch:

@@ -23,14 +23,51 @@ from optkit.plan.types import Plan
 SITES = 3
 TARGETS = ("plan", "table", "constant", "body", "device")
 KINDS = (
-    "dropped wait", "dropped signal", "signal before write", "wait on a wrong count", "!= for >=", "tag off by one",
-    "epoch reused", "relaxed for release", "scope too narrow", "weak load of an activation", "missing proxy fence",
-    "ring one stage short", "ring shared between warps", "slot released early", "overlapping buffers", "split-K partial",
-    "wrong RoPE base", "epsilon x 10", "missing scale", "swapped gate and up", "top-k off by one", "state in the wrong slot",
-    "padding row written", "residency exceeded", "counter and flag on one line",
-    "wrong wait", "wrong mechanism", "unordered reuse", "deadlock", "wrong work", "wrong index facts", "undeclared access",
-    "wrong address", "wrong shape", "wrong constant", "wrong operand", "stale value", "budget", "load before wait", "no bound",
-    "unmapped access", "wrong arithmetic", "nondeterminism", "lost work", "wrong masking",
+    "dropped wait",
+    "dropped signal",
+    "signal before write",
+    "wait on a wrong count",
+    "!= for >=",
+    "tag off by one",
+    "epoch reused",
+    "relaxed for release",
+    "scope too narrow",
+    "weak load of an activation",
+    "missing proxy fence",
+    "ring one stage short",
+    "ring shared between warps",
+    "slot released early",
+    "overlapping buffers",
+    "split-K partial",
+    "wrong RoPE base",
+    "epsilon x 10",
+    "missing scale",
+    "swapped gate and up",
+    "top-k off by one",
+    "state in the wrong slot",
+    "padding row written",
+    "residency exceeded",
+    "counter and flag on one line",
+    "wrong wait",
+    "wrong mechanism",
+    "unordered reuse",
+    "deadlock",
+    "wrong work",
+    "wrong index facts",
+    "undeclared access",
+    "wrong address",
+    "wrong shape",
+    "wrong constant",
+    "wrong operand",
+    "stale value",
+    "budget",
+    "load before wait",
+    "no bound",
+    "unmapped access",
+    "wrong arithmetic",
+    "nondeterminism",
+    "lost work",
+    "wrong masking",
 )
 """The kinds that the issue names (first 25) and the others that the library adds."""
 
@@ -76,7 +113,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "barrier": {"sync__mechanism": "grid_barrier"},
     "late": {"overlap__weight_stream": False},
     "splits": {"tune__kv_splits": 4},
-    "unfused": {f"fusion__{k}": False for k in ("norm_projection", "packed_projections", "gate_up_act", "residual_add", "value_gate")},
+    "unfused": {
+        f"fusion__{k}": False
+        for k in ("norm_projection", "packed_projections", "gate_up_act", "residual_add", "value_gate")
+    },
     "ranks": {"parallel__tp": 2},
     "real": {"parallel__tp": 2, "parallel__peers": "real"},
 }
@@ -136,8 +176,13 @@ def library(targets: Sequence[str] = TARGETS) -> list[Fault]:
     """All faults of these targets, unique by key."""
     from optkit.verify.planted import body_faults, constant_faults, device_faults, plan_faults, table_faults
 
-    every = {"plan": plan_faults.FAULTS, "table": table_faults.FAULTS, "constant": constant_faults.FAULTS,
-             "body": body_faults.FAULTS, "device": device_faults.FAULTS}
+    every = {
+        "plan": plan_faults.FAULTS,
+        "table": table_faults.FAULTS,
+        "constant": constant_faults.FAULTS,
+        "body": body_faults.FAULTS,
+        "device": device_faults.FAULTS,
+    }
     out = [f for t in targets for f in every[t]]
     keys = [f.key for f in out]
     twice = sorted({k for k in keys if keys.count(k) > 1})
@@ -145,5 +190,7 @@ def library(targets: Sequence[str] = TARGETS) -> list[Fault]:
         raise ValueError(f"planted faults with one name: {', '.join(twice)}")
     for f in out:
         if f.kind not in KINDS or f.target not in TARGETS or f.variant not in VARIANTS:
-            raise ValueError(f"planted fault {f.key}: unknown kind, target or variant: {f.kind}, {f.target}, {f.variant}")
+            raise ValueError(
+                f"planted fault {f.key}: unknown kind, target or variant: {f.kind}, {f.target}, {f.variant}"
+            )
     return out

@@ -22,12 +22,45 @@ from typing import Any
 from optkit.verify.planted.registry import TARGETS, Fault, Subject, digest, library, spread
 
 SCHEMA = "optkit-planted/1"
-PLAN_GATES = ("edges", "arrivals", "tags", "liveness", "placement", "raw", "war", "waw", "within_stage", "never_written",
-              "mailbox_reuse", "ring", "shared_memory", "registers", "index_sets")
-GATES = (*(f"proof.{g}" for g in PLAN_GATES), "table.work", "table.waits", "table.tags", "table.addresses", "table.constants",
-         "constants.config", "numerics.per_stage", "numerics.probes", "numerics.exact", "rollout.logits", "rollout.choices",
-         "rollout.state", "boundary", "repeat.bits", "orders.bits", "audit.access", "audit.guarded", "audit.fences",
-         "audit.local_memory")
+PLAN_GATES = (
+    "edges",
+    "arrivals",
+    "tags",
+    "liveness",
+    "placement",
+    "raw",
+    "war",
+    "waw",
+    "within_stage",
+    "never_written",
+    "mailbox_reuse",
+    "ring",
+    "shared_memory",
+    "registers",
+    "index_sets",
+)
+GATES = (
+    *(f"proof.{g}" for g in PLAN_GATES),
+    "table.work",
+    "table.waits",
+    "table.tags",
+    "table.addresses",
+    "table.constants",
+    "constants.config",
+    "numerics.per_stage",
+    "numerics.probes",
+    "numerics.exact",
+    "rollout.logits",
+    "rollout.choices",
+    "rollout.state",
+    "boundary",
+    "repeat.bits",
+    "orders.bits",
+    "audit.access",
+    "audit.guarded",
+    "audit.fences",
+    "audit.local_memory",
+)
 """The gates of a run on the CPU that the library judges."""
 
 
@@ -169,14 +202,21 @@ class Report:
     def missed(self) -> list[Outcome]:
         """Faults that no expected gate caught at every site, and those that could not be planted."""
         return [o for o in self.planted if not o.caught] + [
-            o for o in self.outcomes if o.error and not o.sites and not o.hardware and (self.whole or not o.error.startswith("applies"))]
+            o
+            for o in self.outcomes
+            if o.error and not o.sites and not o.hardware and (self.whole or not o.error.startswith("applies"))
+        ]
 
     def by_gate(self) -> dict[str, tuple[int, int, list[str]]]:
         """Gate -> (caught, planted for it, faults that only it catches)."""
         out = {}
         for g in GATES:
             hit = [o for o in self.planted if g in o.red]
-            out[g] = (len(hit), len([o for o in self.planted if g in o.expected or g in o.red]), [o.key for o in hit if o.red == [g]])
+            out[g] = (
+                len(hit),
+                len([o for o in self.planted if g in o.expected or g in o.red]),
+                [o.key for o in hit if o.red == [g]],
+            )
         return out
 
     @property
@@ -193,9 +233,15 @@ class Report:
 
     def table(self) -> dict[str, Any]:
         """The table as JSON, without times: the same library on the same code gives the same bytes."""
-        rows = [{k: v for k, v in asdict(o).items() if k != "seconds"} for o in sorted(self.outcomes, key=lambda o: o.key)]
-        return {"schema": SCHEMA, "library": self.library, "faults": rows,
-                "gates": {g: {"caught": c, "planted": n, "own": len(own)} for g, (c, n, own) in self.by_gate().items()}}
+        rows = [
+            {k: v for k, v in asdict(o).items() if k != "seconds"} for o in sorted(self.outcomes, key=lambda o: o.key)
+        ]
+        return {
+            "schema": SCHEMA,
+            "library": self.library,
+            "faults": rows,
+            "gates": {g: {"caught": c, "planted": n, "own": len(own)} for g, (c, n, own) in self.by_gate().items()},
+        }
 
     @property
     def digest(self) -> str:
@@ -203,17 +249,29 @@ class Report:
         return hashlib.sha256(json.dumps(self.table(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def plant(subjects: Sequence[Subject], targets: Sequence[str] = TARGETS, *, faults: Sequence[Fault] | None = None, jobs: int = 2,
-          cache: Path | None = None, quick: bool = False, controls: bool = True,
-          progress: Callable[[str], None] = lambda line: None) -> Report:
+def plant(
+    subjects: Sequence[Subject],
+    targets: Sequence[str] = TARGETS,
+    *,
+    faults: Sequence[Fault] | None = None,
+    jobs: int = 2,
+    cache: Path | None = None,
+    quick: bool = False,
+    controls: bool = True,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Report:
     """Run the faults of these targets (or `faults`) on these recipes in `jobs` processes."""
     start = time.perf_counter()
     chosen = list(faults) if faults is not None else library(targets)
     here = [f for f in chosen if not f.hardware]
     order = sorted(here, key=lambda f: ("device", "body", "constant", "plan", "table").index(f.target))
-    outcomes = [Outcome(f.key, f.kind, f.target, f.variant, expected=list(f.gates), hardware=True) for f in chosen if f.hardware]
+    outcomes = [
+        Outcome(f.key, f.kind, f.target, f.variant, expected=list(f.gates), hardware=True) for f in chosen if f.hardware
+    ]
     red: list[tuple[str, list[str]]] = []
-    with ProcessPoolExecutor(max(1, jobs), mp_context=get_context("spawn"), initializer=_start, initargs=(subjects, cache)) as pool:
+    with ProcessPoolExecutor(
+        max(1, jobs), mp_context=get_context("spawn"), initializer=_start, initargs=(subjects, cache)
+    ) as pool:
         waiting: dict[Any, str] = {pool.submit(run_one, f.key, quick): f.key for f in order}
         if controls:
             waiting |= {pool.submit(_control, i, seed): "" for i in range(len(subjects)) for seed in range(3)}
@@ -241,7 +299,9 @@ def show(report: Report, out: Callable[[str], None] = print) -> None:
     for target in TARGETS:
         mine = [o for o in report.planted if o.target == target]
         if mine:
-            out(f"{target + ' faults':24} {f'{sum(o.caught for o in mine)}/{len(mine)}':>15} {'':5} {sum(o.seconds for o in mine):8.1f}")
+            out(
+                f"{target + ' faults':24} {f'{sum(o.caught for o in mine)}/{len(mine)}':>15} {'':5} {sum(o.seconds for o in mine):8.1f}"
+            )
     gpu = [o for o in report.outcomes if o.hardware]
     if gpu:
         out(f"{'needs a GPU':24} {len(gpu):>15}")
@@ -251,11 +311,22 @@ def show(report: Report, out: Callable[[str], None] = print) -> None:
     out(f"{caught} of {len(report.planted)} planted faults caught, {report.seconds:.0f} s, table {report.digest[:12]}")
 
 
-def main(subjects: Sequence[Subject], *, out: Path | None = None, jobs: int | None = None, cache: Path | None = None,
-         targets: Iterable[str] = TARGETS) -> int:
+def main(
+    subjects: Sequence[Subject],
+    *,
+    out: Path | None = None,
+    jobs: int | None = None,
+    cache: Path | None = None,
+    targets: Iterable[str] = TARGETS,
+) -> int:
     """Run the library, print the table, write it to `out`; 1 if anything went uncaught."""
-    report = plant(subjects, tuple(targets), jobs=jobs or min(os.cpu_count() or 1, 2), cache=cache,
-                   progress=lambda line: print(line, file=sys.stderr, flush=True))
+    report = plant(
+        subjects,
+        tuple(targets),
+        jobs=jobs or min(os.cpu_count() or 1, 2),
+        cache=cache,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
     show(report)
     if out is not None:
         out.write_text(json.dumps({**report.table(), "digest": report.digest}, indent=1, sort_keys=True) + "\n")
