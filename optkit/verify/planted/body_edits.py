@@ -43,6 +43,7 @@ def patched(owner: Any, name: str, new: Any) -> Iterator[None]:
 
 
 def uses(plan: Plan, *bodies: str) -> bool:
+    """Whether the Plan has a stage with one of these bodies."""
     return bool({s.body for s in plan.stages} & set(bodies))
 
 
@@ -53,7 +54,7 @@ def sites(
 
     def make(plan: Plan) -> list[Site]:
         return [
-            (f"variant {k}", lambda k=k: patched(owner, name, lambda old: wrong(old, k)))
+            (f"variant {k}", lambda k=k: patched(owner, name, lambda old: wrong(old, k)))  # type: ignore[misc]
             for k in range(n)  # type: ignore[misc]
             if not bodies or uses(plan, *bodies)
         ]
@@ -122,6 +123,15 @@ def foreign_slot(inputs: dict[str, torch.Tensor], mem: Memory, k: int) -> dict[s
     return {"state_slot": t}
 
 
+def foreign_copy(stage: Stage, units: Any, mem: Memory, k: int) -> None:
+    """Beside its own, a long request's row also writes a slot that no row uses."""
+    slots = mem.inputs["state_slot"].tolist()
+    if int(mem.inputs["seq_len"].max()) > EDGE + k:
+        held = mem.caches[stage.param("recurrent")]
+        assert isinstance(held, torch.Tensor)
+        held[next(i for i in range(1, len(held)) if i not in slots)] = held[slots[0]]
+
+
 def null_block(inputs: dict[str, torch.Tensor], mem: Memory, k: int) -> dict[str, torch.Tensor]:
     """Row 0 writes to a token of block 0, which is nobody's."""
     t = inputs["slot_mapping"].clone()
@@ -164,6 +174,7 @@ def top_k(change: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]) -> 
 
 
 def order(t: torch.Tensor) -> torch.Tensor:
+    """Indices by falling score; ties: the lower index."""
     return torch.sort(t, dim=-1, descending=True, stable=True).indices
 
 

@@ -19,6 +19,7 @@ from optkit.verify.planted.body_edits import (
     coarse,
     double_split,
     export_other_row,
+    foreign_copy,
     foreign_slot,
     hidden_read,
     last_row,
@@ -68,6 +69,7 @@ LOGITS, CHOICES, STATE, EDGES, REPEAT, ORDERS = (
 
 
 def F(name: str, kind: str, where: Callable[[Plan], Iterable[Site]], *gates: str, variant: str = "splits") -> Fault:
+    """A body fault: name, kind, sites, the gates that must see it (teacher-forced stages by default)."""
     return Fault(name, kind, "body", gates or (S,), where, variant)
 
 
@@ -227,6 +229,12 @@ FAULTS: tuple[Fault, ...] = (
         "missing scale",
         sites(BODIES, "expert_down", after(scaled(2.0)), "expert_down"),
         S,
+    ),
+    F(
+        "epsilon of a norm x 10 in the body",
+        "epsilon x 10",
+        sites(common, "rms_scale", lambda old, k: lambda h, eps: old(h, 10 * eps)),
+        P,
     ),
     # ---- KDA
     F(
@@ -389,11 +397,10 @@ FAULTS: tuple[Fault, ...] = (
     F("tokens of the step before in long requests", "stale value", sites(executor.Executor, "step", long_rows), LOGITS),
     F("bias lost in long requests", "wrong constant", sites(BODIES, "route", late_bias, "route"), CHOICES),
     F(
-        "foreign slot in long requests",
+        "a copy in a foreign slot in long requests",
         "state in the wrong slot",
-        sites(BODIES, "kda", with_inputs(late(foreign_slot)), "kda"),
+        sites(BODIES, "kda", after(foreign_copy), "kda"),
         STATE,
-        LOGITS,
     ),
     F("results accumulate on leftovers", "stale value", sites(BODIES, "gemv", accumulates), REPEAT),
     F("sums in changing order", "nondeterminism", sites(BODIES, "gemv", restless), REPEAT, ORDERS),

@@ -77,6 +77,7 @@ def A(name: str, kind: str, gates: tuple[str, ...], *e: Edit, bodies: tuple[str,
 
 
 def memory(helper: str, old: str, new: str) -> Edit:
+    """An edit of one helper of memory.py."""
     return Edit("memory.py", helper, old, new)
 
 
@@ -262,7 +263,12 @@ AUDITED: tuple[Fault, ...] = (
             "        if i64(d, L.INDEX_WAIT) != Int64(0):\n            stop = stop | wait_counter(c, i64(d, L.INDEX_WAIT), i32(d, L.INDEX_ARRIVALS), 4, i32(d, L.TAG), 0)\n",
             "",
         ),
-        Edit("producer.py", "produce", "        if i32(d, L.STREAM) == 1:", "        if i32(d, L.STREAM) == 2:"),
+        Edit(
+            "producer.py",
+            "produce",
+            "            for w in cutlass.range(i32(d, L.N_WAITS), unroll=1):\n                stop = stop | wait_counter(c, i64(d, L.WAITS + 2 * w), i32(d, L.WAITS + 2 * w + 1), 1, i32(d, L.TAG), w)\n",
+            "            stop = stop | Uint32(0)\n",
+        ),
         bodies=("expert_gate_up",),
     ),
     A(
@@ -299,7 +305,7 @@ AUDITED: tuple[Fault, ...] = (
         "two CTAs an SM asked for",
         "budget",
         ("audit.local_memory",),
-        Edit("megakernel.py", "__call__", "min_blocks_per_mp=1", "min_blocks_per_mp=3"),
+        Edit("megakernel.py", "__call__", "min_blocks_per_mp=1", "min_blocks_per_mp=2"),
         bodies=("gemv", "attn", "kda", "expert_down"),
     ),
 )

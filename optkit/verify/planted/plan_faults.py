@@ -22,6 +22,7 @@ from optkit.verify.planted.plan_sites import (
     mechanism,
     merged,
     move_src,
+    next_mailbox,
     one_mailbox,
     plain_tag,
     previous_user,
@@ -47,6 +48,7 @@ ORDER = ("proof.raw", "proof.war", "proof.waw")
 def F(
     name: str, kind: str, gates: tuple[str, ...], sites: Callable[[Plan], Iterable[Site]], variant: str = "own"
 ) -> Fault:
+    """A fault of the Plan: name, kind, gates of which one must be red, sites, the variant it is planted in."""
     return Fault(name, kind, "plan", gates, sites, variant)
 
 
@@ -160,6 +162,13 @@ FAULTS: tuple[Fault, ...] = (
         "tagged",
     ),
     F("wait for the previous user of the buffer", "epoch reused", RAW, lambda p: previous_user(p), "tagged"),
+    F(
+        "dropped wait: tagged words long since visible",
+        "dropped wait",
+        LIVE,
+        edges(drop, kind="raw", mechanism="tagged", test=lambda e: e.dst - e.src > 60),
+        "tagged",
+    ),
     # ---- mechanisms
     F(
         "counter edge said to be same SM",
@@ -373,7 +382,7 @@ FAULTS: tuple[Fault, ...] = (
         lambda p: [
             (
                 b.name,
-                lambda b=b: replace(
+                lambda b=b: replace(  # type: ignore[misc]
                     p, buffers=tuple(replace(x, width=x.width + 1) if x == b else x for x in p.buffers)
                 ),
             )
@@ -398,7 +407,7 @@ FAULTS: tuple[Fault, ...] = (
         lambda p: [
             (
                 b.name,
-                lambda b=b: replace(p, buffers=tuple(replace(x, klass="global") if x == b else x for x in p.buffers)),
+                lambda b=b: replace(p, buffers=tuple(replace(x, klass="global") if x == b else x for x in p.buffers)),  # type: ignore[misc]
             )
             for b in p.buffers
             if b.klass == "activation"
@@ -433,6 +442,13 @@ FAULTS: tuple[Fault, ...] = (
         (*WAW, *RAW),
         stray_write(False),
         "tagged",
+    ),
+    F(
+        "two exchanges in a row through one mailbox",
+        "unordered reuse",
+        ("proof.mailbox_reuse",),
+        next_mailbox,
+        "ranks",
     ),
     F(
         "value read that nobody writes",
@@ -585,7 +601,7 @@ FAULTS: tuple[Fault, ...] = (
         lambda p: [
             (
                 x.value,
-                lambda x=x: replace(
+                lambda x=x: replace(  # type: ignore[misc]
                     p, index_sets=tuple(replace(y, producer=p.stages[-1].name) if y == x else y for y in p.index_sets)
                 ),
             )

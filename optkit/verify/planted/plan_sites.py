@@ -168,6 +168,7 @@ def slots_for(plan: Plan) -> int:
 
 
 def same_kind(plan: Plan, a: Buffer, b: Buffer) -> bool:
+    """Whether two buffers could be one: class, dtype, layout, width."""
     return (a.klass, a.dtype, a.layout, a.width) == (b.klass, b.dtype, b.layout, b.width)
 
 
@@ -216,7 +217,7 @@ def early_prefix(plan: Plan) -> list[Site]:
                 out.append(
                     (
                         f"{victim[1]} of {plan.stages[victim[0]].name} into {name}",
-                        lambda v=victim, n=name: renamed(plan, v[1], n, v[0]),
+                        lambda v=victim, n=name: renamed(plan, v[1], n, v[0]),  # type: ignore[misc]
                     )
                 )  # type: ignore[misc]
     return out
@@ -243,7 +244,7 @@ def index_set(
             if test(x):
                 kept = [change(y) if y == x else y for y in plan.index_sets]
                 out.append(
-                    (x.value, lambda kept=kept: replace(plan, index_sets=tuple(y for y in kept if y is not None)))
+                    (x.value, lambda kept=kept: replace(plan, index_sets=tuple(y for y in kept if y is not None)))  # type: ignore[misc]
                 )  # type: ignore[misc]
         return out
 
@@ -259,7 +260,7 @@ def writes(
         return [
             (
                 f"{s.name} on {a.buffer}",
-                lambda i=i, s=s, a=a: stage(plan, i, writes=tuple(change(w) if w == a else w for w in s.writes)),
+                lambda i=i, s=s, a=a: stage(plan, i, writes=tuple(change(w) if w == a else w for w in s.writes)),  # type: ignore[misc]
             )  # type: ignore[misc]
             for i, s in enumerate(plan.stages)
             for a in s.writes
@@ -270,6 +271,7 @@ def writes(
 
 
 def local(plan: Plan, a: Access) -> bool:
+    """Whether an access is to a buffer of this step."""
     return plan.buffer[a.buffer].klass in ("activation", "scratch")
 
 
@@ -299,7 +301,7 @@ def plain_tag(plan: Plan) -> list[Site]:
     return [
         (
             b.name,
-            lambda b=b: replace(plan, buffers=tuple(replace(x, layout="plain") if x == b else x for x in plan.buffers)),
+            lambda b=b: replace(plan, buffers=tuple(replace(x, layout="plain") if x == b else x for x in plan.buffers)),  # type: ignore[misc]
         )  # type: ignore[misc]
         for b in plan.buffers
         if b.layout == "tagged" and b.klass != "mailbox"
@@ -315,7 +317,7 @@ def route_edge(plan: Plan) -> list[Site]:
     """Routed tiles are queued without the edge from the router."""
     keys = {(i, t.index) for i, s in enumerate(plan.stages) for t in s.streams if t.index}
     return [
-        (plan.stages[i].name, lambda k=(i, n): without(plan, lambda e: (e.dst, e.buffer) == k)) for i, n in sorted(keys)
+        (plan.stages[i].name, lambda k=(i, n): without(plan, lambda e: (e.dst, e.buffer) == k)) for i, n in sorted(keys)  # type: ignore[misc]
     ]  # type: ignore[misc]
 
 
@@ -389,6 +391,20 @@ def one_mailbox(plan: Plan) -> list[Site]:
     return [("all", make)]
 
 
+def next_mailbox(plan: Plan) -> list[Site]:
+    """An exchange uses the mailbox of the exchange before it."""
+    boxes = [b for b in plan.buffers if b.klass == "mailbox"]
+    made = {
+        b.name: min(i for i, s in enumerate(plan.stages) if any(a.buffer == b.name for a in s.writes)) for b in boxes
+    }
+    row = sorted((b.name for b in boxes), key=lambda n: made[n])
+    return [
+        (f"{b} into {a}", lambda a=a, b=b: renamed(plan, b, a))  # type: ignore[misc]
+        for a, b in zip(row[:4], row[1:4], strict=False)
+        if same_kind(plan, plan.buffer[a], plan.buffer[b])
+    ]
+
+
 def wider(plan: Plan) -> list[Site]:
     """A buffer is said to be wider than what its writer writes: readers of whole rows read the rest too."""
     out: list[Site] = []
@@ -403,7 +419,7 @@ def wider(plan: Plan) -> list[Site]:
             out.append(
                 (
                     b.name,
-                    lambda b=b: replace(
+                    lambda b=b: replace(  # type: ignore[misc]
                         plan, buffers=tuple(replace(x, width=x.width + 64) if x == b else x for x in plan.buffers)
                     ),
                 )
@@ -461,7 +477,7 @@ def stray_write(reader: bool, last: bool = False) -> Callable[[Plan], Iterable[S
                         out.append(
                             (
                                 f"{t.name} writes {a.buffer} beside {s.name}",
-                                lambda w=w, t=t, a=a: stage(
+                                lambda w=w, t=t, a=a: stage(  # type: ignore[misc]
                                     plan, w, writes=(*t.writes, replace(t.writes[0], buffer=a.buffer))
                                 ),
                             )
