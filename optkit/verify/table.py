@@ -122,10 +122,11 @@ def device_bodies(folder: Path = KERNELS) -> dict[int, str]:
             and getattr(node.targets[0], "id", "") == "PLAIN"
             and isinstance(node.value, ast.Dict)
         ):
+            pairs = zip(node.value.keys, node.value.values, strict=True)
             return {
                 k.value: v.attr
-                for k, v in zip(node.value.keys, node.value.values, strict=True)  # type: ignore[union-attr,attr-defined,misc]
-                if isinstance(k, ast.Constant)
+                for k, v in pairs
+                if isinstance(k, ast.Constant) and isinstance(k.value, int) and isinstance(v, ast.Attribute)
             }
     return {}
 

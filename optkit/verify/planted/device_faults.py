@@ -302,11 +302,19 @@ AUDITED: tuple[Fault, ...] = (
         ),
     ),
     A(
-        "two CTAs an SM asked for",
+        "array that registers cannot index",
         "budget",
         ("audit.local_memory",),
-        Edit("megakernel.py", "__call__", "min_blocks_per_mp=1", "min_blocks_per_mp=2"),
-        bodies=("gemv", "attn", "kda", "expert_down"),
+        Edit("elementwise.py", "", "from cutlass import Float32, Int64", "from cutlass import Float32, Int32, Int64"),
+        Edit(
+            "elementwise.py",
+            "ew",
+            "    row = c.tid // 16\n",
+            "    row = c.tid // 16\n    spill = cute.make_rmem_tensor(cute.make_layout(64), Int32)\n"
+            "    for i in cutlass.range_constexpr(64):\n        spill[i] = c.tid * i\n"
+            "    for i in cutlass.range(i32(d, L.UNITS), unroll=1):\n        spill[(i * 7) % 64] = Int32(i)\n"
+            "    M.sts_b32(c.scratch + 192, spill[c.tid % 64])\n",
+        ),
     ),
 )
 
