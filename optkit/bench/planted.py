@@ -94,7 +94,7 @@ def judge(run: Path, entry: dict[str, Any], cubins: Path) -> list[str]:
                 t.fill_(0xFF)
             launch(*args)
 
-        runner.launch = poisoned  # type: ignore[method-assign]
+        runner.launch = poisoned  # type: ignore[assignment, method-assign]
         return set() if all(same_bits(run_bits(runner, s), want) for _ in range(POISONED)) else {"hardware.bits"}
 
     for gate, work in (

@@ -77,6 +77,7 @@ def A(name: str, kind: str, gates: tuple[str, ...], *e: Edit, bodies: tuple[str,
 
 
 def memory(helper: str, old: str, new: str) -> Edit:
+    """An edit of one helper of memory.py."""
     return Edit("memory.py", helper, old, new)
 
 
@@ -262,7 +263,12 @@ AUDITED: tuple[Fault, ...] = (
             "        if i64(d, L.INDEX_WAIT) != Int64(0):\n            stop = stop | wait_counter(c, i64(d, L.INDEX_WAIT), i32(d, L.INDEX_ARRIVALS), 4, i32(d, L.TAG), 0)\n",
             "",
         ),
-        Edit("producer.py", "produce", "        if i32(d, L.STREAM) == 1:", "        if i32(d, L.STREAM) == 2:"),
+        Edit(
+            "producer.py",
+            "produce",
+            "            for w in cutlass.range(i32(d, L.N_WAITS), unroll=1):\n                stop = stop | wait_counter(c, i64(d, L.WAITS + 2 * w), i32(d, L.WAITS + 2 * w + 1), 1, i32(d, L.TAG), w)\n",
+            "            stop = stop | Uint32(0)\n",
+        ),
         bodies=("expert_gate_up",),
     ),
     A(
@@ -296,11 +302,19 @@ AUDITED: tuple[Fault, ...] = (
         ),
     ),
     A(
-        "two CTAs an SM asked for",
+        "array that registers cannot index",
         "budget",
         ("audit.local_memory",),
-        Edit("megakernel.py", "__call__", "min_blocks_per_mp=1", "min_blocks_per_mp=3"),
-        bodies=("gemv", "attn", "kda", "expert_down"),
+        Edit("elementwise.py", "", "from cutlass import Float32, Int64", "from cutlass import Float32, Int32, Int64"),
+        Edit(
+            "elementwise.py",
+            "ew",
+            "    row = c.tid // 16\n",
+            "    row = c.tid // 16\n    spill = cute.make_rmem_tensor(cute.make_layout(64), Int32)\n"
+            "    for i in cutlass.range_constexpr(64):\n        spill[i] = c.tid * i\n"
+            "    for i in cutlass.range(i32(d, L.UNITS), unroll=1):\n        spill[(i * 7) % 64] = Int32(i)\n"
+            "    M.sts_b32(c.scratch + 192, spill[c.tid % 64])\n",
+        ),
     ),
 )
 

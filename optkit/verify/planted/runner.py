@@ -292,7 +292,7 @@ def show(report: Report, out: Callable[[str], None] = print) -> None:
     seconds: dict[str, float] = dict.fromkeys(GATES, 0.0)
     for o in report.planted:
         for g in o.red:
-            seconds[g] += o.seconds / len(o.red)
+            seconds[g] = seconds.get(g, 0.0) + o.seconds / len(o.red)
     out(f"{'gate':24} {'caught/planted':>15} {'own':>5} {'seconds':>8}")
     for g, (caught, n, own) in report.by_gate().items():
         out(f"{g:24} {f'{caught}/{n}':>15} {len(own):5} {seconds[g]:8.1f}")
