@@ -54,11 +54,7 @@ def emit(recipe: Recipe, context: Context) -> None:
         reason="dynamic shared memory of the compiled kernel, bytes",
     )
     context.take(audit(kernel.cubin, plan))
-    parallel = dict(plan.parallel)
-    if parallel["tp"] > 1 and parallel["peers"] == "real":
-        context.note("descriptor table not read back: mailboxes of real peers have no address here")
-    else:
-        if len(plan.stages) <= MAX_PLANTED_STAGES:
+    if len(plan.stages) <= MAX_PLANTED_STAGES:
         context.take([faults.catch_rate(plan), code_faults.catch_rate(kernel.cubin)])
     for arch in recipe.emit.probe_archs:
         probe = compile_cached(replace(spec, bodies=(PROBE_BODY,)), arch, cache_folder() / "kernels", line_info=False)

@@ -425,8 +425,6 @@ FAULTS: tuple[Fault, ...] = (
         words(parts(L.P_OUT_META), lambda v: v & ~L.META_TAGGED, many, tagged),
         "tagged",
     ),
-        "ranks",
-    ),
     F("bf16 read as fp32", "wrong shape", "tags", words(gemv_operand, lambda v: v ^ 1, many)),
     F("row width of an operand", "wrong shape", "tags", words(gemv_operand, lambda v: v + (8 << 32), many)),
     F(
