@@ -227,7 +227,11 @@ def _evidence(argv: Sequence[str]) -> int:
     from optkit.evidence import main_evidence
     from optkit.export.seal import seal
 
-    return main_evidence(argv, seal)
+    if list(argv[:1]) == ["show"]:  # prints a file: neither Hydra nor the planner is needed
+        return main_evidence(argv)
+    from optkit.recompose import again, report
+
+    return main_evidence(argv, seal, again, report)
 
 
 def _checkpoint(argv: Sequence[str]) -> int:

@@ -5,6 +5,9 @@
 evidence that contradicts itself: a verdict that does not follow from the checks, a stage outside its limits while no
 check failed, a skipped check that needs no hardware, a passed check whose value is not a number.
 
+A run's folder carries `SHA256SUMS` over all of its files (`sha256sum -c` reads it too), written last, so that one changed
+byte anywhere is found, evidence.json and the report included.
+
 Imports pydantic only, so the serving side and every gate may import this module.
 """
 
@@ -15,6 +18,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -41,6 +45,11 @@ Number = bool | int | float | str | None
 
 
 MANIFEST = "artifact/manifest.json"
+SUMS = "SHA256SUMS"
+AUDITED = "audit.cubin"
+"""The check whose value is the sha256 of the cubin that was audited."""
+MERGING = ".merging"
+"""Stands in a run's folder while a merge replaces its files; what an interrupted one left may then differ."""
 
 
 class EvidenceError(ValueError):
@@ -204,6 +213,8 @@ class Bundle(_Model):
 
 
 Seal = Callable[[Path, Bundle], Iterable[str]]
+Again = Callable[[Path, Bundle], Iterable[Check]]
+Report = Callable[[Path, Bundle], None]
 
 
 def verdict(checks: Sequence[Check]) -> str:
@@ -389,56 +400,122 @@ def _resolve(check: Check, found: Mapping[str, tuple[HardwareRecord, Check]], ke
                  f"needs a GPU: {missing} of {len(kernels)} kernels have no hardware evidence yet", repeat)
 
 
-def merge_run(run_dir: Path, records: Iterable[HardwareRecord], seal: Seal | None = None) -> Bundle:
+def write_sums(run_dir: Path) -> None:
+    """SHA256SUMS over every file of a run's folder but itself and hidden ones, sorted by name, written in one step."""
+    names = sorted(p.relative_to(run_dir).as_posix() for p in run_dir.rglob("*")
+                   if p.is_file() and not p.is_symlink() and not p.name.startswith(".") and p != run_dir / SUMS)
+    temporary = run_dir / f".{SUMS}.{os.getpid()}"
+    temporary.write_text("".join(f"{sha256(run_dir / n)}  {n}\n" for n in names), encoding="utf-8")
+    os.replace(temporary, run_dir / SUMS)
+
+
+def sums_findings(run_dir: Path, digest: Callable[[Path], str | None], needed: Iterable[str]) -> dict[str, str]:
+    """File name -> what is wrong with it by SHA256SUMS; `needed` must be listed. The list is read byte by byte."""
+    try:
+        text = (run_dir / SUMS).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return {SUMS: "is missing or not text"}
+    found: dict[str, str] = {}
+    listed: dict[str, str] = {}
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
+        fields = re.fullmatch(r"([0-9a-f]{64})  ([^\r]+)", line)
+        if fields is None or Path(fields[2]).is_absolute() or ".." in Path(fields[2]).parts:
+            found[SUMS] = f"line {number} is no digest with a name"
+        else:
+            listed[fields[2]] = fields[1]
+    if not found and text != "".join(f"{d}  {n}\n" for n, d in sorted(listed.items())):
+        found[SUMS] = "is not sorted, or names a file twice"
+    for name, expected in listed.items():
+        if (got := digest(run_dir / name)) != expected:
+            found[name] = "is missing" if got is None else "differs"
+    return found | {n: "is not listed" for n in sorted(set(needed) - listed.keys())}
+
+
+def merge_run(run_dir: Path, records: Iterable[HardwareRecord], seal: Seal | None = None,
+              report: Report | None = None) -> Bundle:
     """`merge` into a run directory: its digests must hold, then evidence.json is replaced.
 
     `seal` puts the new verdict into the artifact (export does that) and returns the relative paths it rewrote, whose
-    digests are then taken anew. The manifest proves itself by its own digest when it is sealed, so a merge that was
-    interrupted between the two files can be repeated.
+    digests are then taken anew; `report` writes report.html again. The manifest proves itself by its own digest when it
+    is sealed, so a merge that was interrupted between the files can be repeated.
     """
-    own = (f"digest/{MANIFEST}", "digest/verdict") if seal else ()
-    if bad := [c for c in reverify(run_dir) if c.status == "fail" and c.name not in own]:
+    marker = run_dir / MERGING
+    touched = {"evidence.json", "report.html", "traces.jsonl"} if marker.exists() else set()
+    touched |= {MANIFEST} if seal else set()
+    own = {f"digest/{n}" for n in touched} | ({"digest/verdict"} if touched else set())
+    findings = sums_findings(run_dir, _digest, ())
+    bad = [c for c in reverify(run_dir) if c.status == "fail" and c.name not in own
+           and (c.name != f"digest/{SUMS}" or findings.keys() - touched)]
+    if bad:
         raise EvidenceError(f"{run_dir}: {bad[0].name}: {bad[0].reason}; nothing merged")
     merged = merge(load(run_dir), records)
+    marker.touch()
     if seal:
         files = merged.provenance.files | {name: sha256(run_dir / name) for name in seal(run_dir, merged)}
         merged = merged.model_copy(update={"provenance": merged.provenance.model_copy(update={"files": files})})
     write(run_dir / "evidence.json", merged)
+    if report:
+        report(run_dir, merged)
+    write_sums(run_dir)
+    marker.unlink()
     return merged
 
 
-def reverify(run_dir: Path) -> tuple[Check, ...]:
-    """Hold a run directory against its own evidence: every listed file present with its sha256, plan.json with the
-    plan's digest, and in artifact/ no file that is not listed. One Check for each file and rule."""
+def _digest(path: Path) -> str | None:
+    return sha256(path) if path.is_file() else None
+
+
+def reverify(run_dir: Path, again: Again | None = None) -> tuple[Check, ...]:
+    """Hold a run directory against its own evidence. One Check for each file and rule:
+
+    every listed file present with its sha256; SHA256SUMS; plan.json with the plan's digest; in artifact/ no file that is
+    not listed; every cubin the one that was audited; and what `again` adds (app: the recipe gives the same Plan again).
+    """
     evidence = load(run_dir)
-    again = f"optkit evidence verify {run_dir}"
+    command = f"optkit evidence verify {run_dir}"
+    digests: dict[Path, str | None] = {}
+
+    def digest(path: Path) -> str | None:
+        if path not in digests:
+            digests[path] = _digest(path)
+        return digests[path]
+
+    def held(name: str, got: Number, expected: Number, reason: str) -> Check:
+        return Check(f"digest/{name}", "fail" if reason else "pass", got, expected, reason, command)
+
     listed = evidence.provenance.files
     checks = []
     for name, expected in sorted(listed.items()):
-        path = run_dir / name
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            checks.append(Check(f"digest/{name}", "fail", None, expected, "the path leaves the run directory", again))
+            checks.append(held(name, None, expected, "the path leaves the run directory"))
             continue
-        got = sha256(path) if path.is_file() else None
+        got = digest(run_dir / name)
         reason = "" if got == expected else "file is missing" if got is None else "content differs from the evidence"
-        checks.append(Check(f"digest/{name}", "fail" if reason else "pass", got, expected, reason, again))
+        checks.append(held(name, got, expected, reason))
+    wrong = sums_findings(run_dir, digest, {"evidence.json", *listed})
+    checks.append(held(SUMS, len(wrong), 0, "; ".join(f"{n} {why}" for n, why in list(wrong.items())[:3])))
     plan = run_dir / "plan.json"
     if plan.is_file():
-        got = hashlib.sha256(plan.read_bytes().rstrip(b"\n")).hexdigest()
+        got = hashlib.sha256(plan.read_bytes().removesuffix(b"\n")).hexdigest()
         same = got == evidence.provenance.plan_digest
-        checks.append(Check("digest/plan", "pass" if same else "fail", got, evidence.provenance.plan_digest,
-                            "" if same else "plan.json is not the plan that the evidence is about", again))
+        checks.append(held("plan", got, evidence.provenance.plan_digest,
+                           "" if same else "plan.json is not the plan that the evidence is about"))
     artifact = run_dir / "artifact"
     extra = sorted(p.relative_to(run_dir).as_posix() for p in artifact.rglob("*") if p.is_file()) if (
         artifact.is_dir()) else []
     if (run_dir / MANIFEST).is_file():
         served, own = _served_verdict(run_dir / MANIFEST), "failed" if evidence.verdict.startswith("failed") else evidence.verdict
-        checks.append(Check("digest/verdict", "pass" if served == own else "fail", own, served,
-                            "" if served == own else "the artifact's verdict is not that of the evidence", again))
+        checks.append(held("verdict", own, served,
+                           "" if served == own else "the artifact's verdict is not that of the evidence"))
     unknown = [p for p in extra if p not in listed]
-    checks.append(Check("digest/artifact", "fail" if unknown else "pass", len(unknown), 0,
-                        f"not in the evidence: {', '.join(unknown)}" if unknown else "", again))
-    return tuple(checks)
+    checks.append(held("artifact", len(unknown), 0, f"not in the evidence: {', '.join(unknown)}" if unknown else ""))
+    audited = {c.value for c in evidence.checks if c.name.startswith(AUDITED) and c.status == "pass"}
+    for name in sorted(evidence.cubins):
+        got = digest(run_dir / name)
+        known = ", ".join(str(v)[:12] for v in audited) or "none"
+        checks.append(Check(f"audited/{name}", "pass" if got in audited else "fail", got, known,
+                            "" if got in audited else "this is not the machine code that was audited", command))
+    return (*checks, *(again(run_dir, evidence) if again else ()))
 
 
 def _served_verdict(manifest: Path) -> str:
@@ -459,13 +536,16 @@ def _cell(value: Any) -> str:
     return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else str(value)
 
 
-def main_evidence(argv: Sequence[str], seal: Seal | None = None) -> int:
+def main_evidence(argv: Sequence[str], seal: Seal | None = None, again: Again | None = None,
+                  report: Report | None = None) -> int:
     """`optkit evidence show|verify|merge`. Exit 0 if nothing failed, 1 if something did, 2 for bad input.
 
-    Prints one line a check: status, name, value, threshold (after "of"), reason. `seal` as in `merge_run`.
+    Prints one line a check: status, name, value, threshold (after "of"), reason. `seal` and `report` as in
+    `merge_run`, `again` as in `reverify`.
     """
     usage = ("usage: optkit evidence show RUN_DIR | verify RUN_DIR | merge RUN_DIR HARDWARE.json [HARDWARE.json ...]\n"
-             "  show    the verdict and every check\n  verify  compute all digests of the run directory again\n"
+             "  show    the verdict and every check\n  verify  compute all digests again; the cubin is the "
+             "audited one; the recipe gives the same Plan\n"
              "  merge   add what a machine with the GPU found, matched by the cubin's sha256; the records come from\n"
              "          python -m optkit.bench.hardware RUN_DIR --out FOLDER, run there\n"
              "example: optkit evidence show outputs/kimi_k3/tiny/latest")
@@ -478,12 +558,12 @@ def main_evidence(argv: Sequence[str], seal: Seal | None = None) -> int:
     run_dir = Path(argv[1])
     try:
         if argv[0] == "verify":
-            checks: Sequence[Check] = reverify(run_dir)
+            checks: Sequence[Check] = reverify(run_dir, again)
             failed = sum(c.status == "fail" for c in checks)
-            word = f"{failed} of {len(checks)} digests do not hold" if failed else f"all {len(checks)} digests hold"
+            word = f"{failed} of {len(checks)} do not hold" if failed else f"all {len(checks)} hold"
         else:
             evidence = (load(run_dir) if argv[0] == "show"
-                        else merge_run(run_dir, [load_hardware(Path(p)) for p in argv[2:]], seal))
+                        else merge_run(run_dir, [load_hardware(Path(p)) for p in argv[2:]], seal, report))
             checks, word = evidence.checks, evidence.verdict
     except EvidenceError as e:
         print(f"optkit evidence: {e}", file=sys.stderr)

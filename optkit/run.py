@@ -114,6 +114,10 @@ def run_recipe(
             )
         first = next((f"{c.name}: {c.reason or c.value}" for c in context.checks if c.status == "fail"), "")
         end("failed" if failed else "passed", verdict=result, **({"error": first} if failed else {}))
+    if (run.path / "evidence.json").exists():
+        from optkit.evidence import write_sums
+
+        write_sums(run.path)  # again: the log and the status have ended only now
     if folder is None:
         run.link_latest()
     shown = [

@@ -13,9 +13,9 @@ import torch
 from optkit.execute.bodies import BODIES
 from optkit.execute.contents import contents
 from optkit.execute.facts import CONTRACT, check_facts
-from optkit.execute.memory import ExecutionError, Guard, Memory, poison_value
+from optkit.execute.memory import POISONS, ExecutionError, Guard, Memory, poisoned
 from optkit.execute.runner import Tensors
-from optkit.execute.schedule import Scheduler
+from optkit.execute.schedule import Order, Schedule, Scheduler
 from optkit.execute.weights import WeightStore
 from optkit.models.graph import Graph, step_name
 from optkit.models.ops import StateTensor, WeightTensor
@@ -31,9 +31,10 @@ class Executor:
         weights: Weight name -> resident tensor, MXFP4 as (packed, scales).
         caches: State name -> paged tensor, or (K, V); bound, not copied.
         order: "stage" runs whole stages in one call each (fastest); an int seeds a random task order; "inverted",
-            "greedy" and "starve:N" are adversarial orders (see schedule).
+            "greedy" and "starve:N" are adversarial orders, a Schedule is one decided task by task (see schedule).
         checked: poisons memory at the start of each step, checks that every read sees the right writer's value and that
             the facts hold which the proofs assume of indices (see facts).
+        poison: with `checked`, what memory holds when a step starts (memory.POISONS).
         accesses: with `checked` and a task order, also checks that tasks touch only what their Accesses declare.
 
     Raises:
@@ -47,20 +48,23 @@ class Executor:
         weights: Mapping[str, WeightTensor],
         caches: dict[str, StateTensor],
         *,
-        order: int | str = "stage",
+        order: Order = "stage",
         checked: bool = False,
         accesses: bool = True,
+        poison: str = "nan",
         device: torch.device | str = "cpu",
     ) -> None:
         missing = sorted({s.body for s in plan.stages} - BODIES.keys())
         problems = [f"body {b!r}: not one of {', '.join(BODIES)}" for b in missing]
         problems += [f"weight {w.name!r} is missing" for w in graph.weights if w.name not in weights]
         problems += [f"state {s.name!r} has no cache" for s in graph.states if s.name not in caches]
+        if poison not in POISONS:
+            problems.append(f"poison={poison!r}: expected one of {', '.join(POISONS)}")
         if problems:
             raise ValueError(f"plan {plan.name!r} cannot run: " + "; ".join(problems))
         self.plan, self.graph, self.caches = plan, graph, caches
         self.device = torch.device(device)
-        self.order, self.checked, self.accesses = order, checked, accesses
+        self.order, self.checked, self.accesses, self.poison = order, checked, accesses, poison
         content = contents(plan, graph)[-1].after
         self._outputs = {s.value: b for b, s in content.items() if s.kind == "value" and s.value in graph.outputs}
         self._ids = {s.name: graph.op(s.ops[0]).outputs[0] for s in plan.stages if s.body == "route"}
@@ -79,7 +83,7 @@ class Executor:
         Raises ExecutionError (Deadlock among them) naming stage, task and buffer.
         """
         mem = self.memory
-        mem.begin(inputs, poison=self.checked)
+        mem.begin(inputs, poison=self.poison if self.checked else "stale")
         mem.choices.clear()
         if self.checked:
             for producer in {x.producer for x in self.plan.index_sets if x.producer.startswith(CONTRACT)}:
@@ -97,7 +101,7 @@ class Executor:
     def run_stages(self, first: int, last: int, inputs: Tensors, inject: Tensors) -> dict[str, torch.Tensor]:
         """Stages [first, last) from poisoned memory with `inject` written first; see StageRunner.run_stages."""
         mem = self.memory
-        mem.begin(inputs, poison=True)
+        mem.begin(inputs, poison="nan" if self.poison == "stale" else self.poison)
         for name, value in inject.items():
             data = mem.data[name]
             rows = min(value.shape[-2], data.shape[-2])
@@ -111,11 +115,16 @@ class Executor:
             for index in range(first, last):
                 self._run_units(index, range(self.plan.stages[index].units), injected, accesses=False)
             return
-        for group in Scheduler(self.plan, self.memory.rows, self.order, first, last):
-            index = group[0].stage
-            units = sorted(u for task in group for u in self.plan.stages[index].units_of(task.index))
-            if units:
-                self._run_units(index, units, injected, accesses=self.accesses)
+        try:
+            for group in Scheduler(self.plan, self.memory.rows, self.order, first, last):
+                index = group[0].stage
+                units = sorted(u for task in group for u in self.plan.stages[index].units_of(task.index))
+                if units:
+                    self._run_units(index, units, injected, accesses=self.accesses)
+        except ExecutionError as e:
+            if isinstance(self.order, Schedule):
+                raise type(e)(f"{e}; schedule: {self.order.describe(self.plan)}") from e
+            raise
 
     def _run_units(self, index: int, units: Sequence[int], injected: frozenset[str], *, accesses: bool) -> None:
         mem, stage = self.memory, self.plan.stages[index]
@@ -136,10 +145,12 @@ class Executor:
 
     def _poison_new_rows(self) -> None:
         """NaN where this step's KV rows will go: an attention task that overtakes the insert is seen."""
+        if self.poison == "stale":
+            return
         for state in self.graph.states:
             if state.kind in ("kv", "kv_heads"):
                 slots = self.memory.inputs[step_name(self.memory.inputs, "slot_mapping", state.layer)]
                 slots = slots[slots >= 0].long()
                 cache = self.caches[state.name]
                 for t in cache if isinstance(cache, tuple) else (cache,):
-                    t[slots // t.shape[1], slots % t.shape[1]] = poison_value(t.dtype)
+                    t[slots // t.shape[1], slots % t.shape[1]] = poisoned(t.dtype, self.poison).to(t.device)

@@ -27,9 +27,16 @@ class ExecutionError(RuntimeError):
     """A task did what the Plan does not allow; the message names stage, units, buffer and columns."""
 
 
-def poison_value(dtype: torch.dtype) -> float | int:
-    """NaN for floats, the smallest int otherwise: nothing reads it unseen."""
-    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
+POISONS = ("nan", "ones", "stale")
+"""What memory holds when a checked step starts: NaN (ints: the smallest, no index of anything), all bytes 0xFF (floats: a
+NaN too; ints: -1, which is what padding looks like), or what the step before left there."""
+
+
+def poisoned(dtype: torch.dtype, poison: str) -> torch.Tensor:
+    """One element, a tensor of no dimensions, with the bits of "nan" or "ones"."""
+    if poison == "ones":
+        return torch.full((dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype)[0]
+    return torch.tensor(float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype)
 
 
 def unit_span(stage: Stage, access: Access, unit: int, width: int) -> tuple[int | None, int, int] | None:
@@ -134,9 +141,7 @@ class Memory:
         for b in plan.buffers:
             if b.klass in LOCAL:
                 shape = (b.ranks, b.rows, b.width) if b.ranks else (b.rows, b.width)
-                self.data[b.name] = torch.full(
-                    shape, poison_value(DTYPES[b.dtype]), dtype=DTYPES[b.dtype], device=device
-                )
+                self.data[b.name] = poisoned(DTYPES[b.dtype], "nan").to(device).expand(shape).clone()
                 self.tags[b.name] = torch.zeros((b.rows, b.width), dtype=torch.int64, device=device)
 
     @property
@@ -144,16 +149,16 @@ class Memory:
         """Rows every product is computed for, so that bits depend on the token class alone."""
         return self.plan.rows
 
-    def begin(self, inputs: Mapping[str, torch.Tensor], *, poison: bool) -> None:
-        """A new epoch with these step inputs; `poison` overwrites every buffer first."""
+    def begin(self, inputs: Mapping[str, torch.Tensor], *, poison: str) -> None:
+        """A new epoch with these step inputs; every buffer is overwritten first, unless `poison` is "stale"."""
         self.epoch += 1
         self.inputs = {k: v.to(self.device) for k, v in inputs.items()}
         self.rows = int(next(iter(self.inputs.values())).shape[0])
         if not 1 <= self.rows <= self.plan.rows:
             raise ExecutionError(f"rows={self.rows}: plan {self.plan.name!r} takes 1..{self.plan.rows} rows a step")
-        if poison:
+        if poison != "stale":
             for t in self.data.values():
-                t.fill_(poison_value(t.dtype))
+                t[...] = poisoned(t.dtype, poison).to(t.device)  # a copy keeps the NaN's bits, fill_ need not
 
     def tag(self, stage: int) -> int:
         """Tag that `stage` writes in this epoch."""

@@ -31,6 +31,34 @@ ALONE = 0.25
 stage along, back to back in one call (a tiny K3 step has 6936 tasks)."""
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """A task order written down as decisions, so that a failure can be repeated by hand and made smaller.
+
+    Without decisions the earliest stage that can run goes next, which is the order in which a missing edge never shows;
+    every decision is one departure from it, and fewer decisions are a simpler order.
+
+    held: (stage, task) that run only when nothing else can; of several that is the case for, the first named goes first.
+    picks: for the first len(picks) turns, which of the tasks that can run goes next, alone; tasks are counted by stage
+        and SM from 0, modulo their number.
+    """
+
+    held: tuple[tuple[int, int], ...] = ()
+    picks: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.held) + len(self.picks)
+
+    def describe(self, plan: Plan) -> str:
+        """The decisions in words, with stage names."""
+        words = [f"hold task {t} of stage {s} {plan.stages[s].name!r}" for s, t in self.held]
+        words += [f"turns go to tasks {', '.join(map(str, self.picks))} of those that can run"] if self.picks else []
+        return "; ".join(words) or "stage by stage"
+
+
+Order = int | str | Schedule
+
+
 class Deadlock(ExecutionError):
     """No task can proceed; the message lists blocked tasks and the edges they wait on."""
 
@@ -95,10 +123,10 @@ class Scheduler:
     Tasks of a group are all ready and independent of each other: running them together is one of the orders in which
     they run back to back.
 
-    order: an int seeds a random order, a name of POLICIES or "starve:N" picks an adversarial one.
+    order: an int seeds a random order, a name of POLICIES or "starve:N" picks an adversarial one, a Schedule says it all.
     """
 
-    def __init__(self, plan: Plan, rows: int, order: int | str, first: int = 0, last: int | None = None) -> None:
+    def __init__(self, plan: Plan, rows: int, order: Order, first: int = 0, last: int | None = None) -> None:
         starve = isinstance(order, str) and re.fullmatch(r"starve:(\d+)", order)
         if isinstance(order, str) and order not in POLICIES and not starve:
             raise ValueError(f"order={order!r}: expected an int seed, starve:N or one of {', '.join(POLICIES)}")
@@ -108,11 +136,12 @@ class Scheduler:
         self.position = [0] * plan.sms  # of the task after each SM's head
         self.done: list[set[int]] = [set() for _ in plan.stages]
         self.random = random.Random(order if isinstance(order, int) else 0)
+        self.picks = iter(order.picks if isinstance(order, Schedule) else ())
         self.starved = frozenset(
             {int(starve[1])}
             if starve
             else ()
-            if isinstance(order, str) or order % 2 == 0
+            if not isinstance(order, int) or order % 2 == 0
             else {s for s in range(len(plan.stages)) if self.random.random() < STARVED}
         )
 
@@ -133,6 +162,8 @@ class Scheduler:
         """The tasks to run next, all of one stage."""
         if self.order == "greedy":
             return [ready.get(previous) or ready[min(ready)]]
+        if isinstance(self.order, Schedule):
+            return self._decide(ready, self.order)
         if self.order == "inverted":
             stage = max(t.stage for t in ready.values())
             return [t for t in ready.values() if t.stage == stage]
@@ -144,6 +175,18 @@ class Scheduler:
             return [chosen]
         share = self.random.random()
         return [t for t in ready.values() if t is chosen or t.stage == chosen.stage and self.random.random() < share]
+
+    def _decide(self, ready: dict[int, Task], order: Schedule) -> list[Task]:
+        """The next tasks by the decisions of `order`, then the earliest stage."""
+        free = [t for t in ready.values() if (t.stage, t.index) not in order.held]
+        if not free:
+            return [min(ready.values(), key=lambda t: order.held.index((t.stage, t.index)))]
+        pick = next(self.picks, None)
+        if pick is not None:
+            free.sort(key=lambda t: (t.stage, t.sm))
+            return [free[pick % len(free)]]
+        stage = min(t.stage for t in free)
+        return [t for t in free if t.stage == stage]
 
     def _behind(self, task: Task) -> int:
         """Stage of the next task on the same SM."""

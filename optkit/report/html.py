@@ -20,6 +20,7 @@ from optkit.plan.types import MECHANISMS, Plan
 from optkit.report import inputs, svg
 from optkit.report.numerics_plot import drawn, numerics_plot
 from optkit.report.plan_picture import kinds, layer_picture
+from optkit.report.roofline import roofline
 from optkit.report.timeline import timeline as draw_timeline
 
 WORDS = {"pass": "passed", "fail": "failed", "not_run": "needs a GPU"}
@@ -69,6 +70,7 @@ def render(evidence: Bundle, *, plan: Plan | None = None, cost: StepCost | None 
         hidden_kinds=max(0, len(layers) - MAX_KINDS),
         mechanisms=[(m, svg.MECHANISM[m], n) for m, n in _mechanisms(plan)] if plan else [],
         timeline=draw_timeline(slices, plan) if slices and plan else None,
+        roofline=roofline(rows, cost.read_gbs, slices) if cost is not None else None,
         cost=cost, costs=rows[:COST_ROWS], cost_count=len(rows), ablations=[inputs.Ablation(*a) for a in ablations])
 
 

@@ -44,6 +44,7 @@ class CostRow(NamedTuple):
     bytes: float
     flops: float
     roofline_us: float
+    body: str = ""
 
 
 class Ablation(NamedTuple):
@@ -85,7 +86,7 @@ def cost_rows(cost: StepCost, plan: Plan) -> list[CostRow]:
     for stage, c in zip(plan.stages, cost.stages, strict=True):
         least = max(c.bytes / cost.read_gbs / 1e3, c.flops / cost.tflops / 1e6)
         if c.bytes or c.flops:
-            rows.append(CostRow(stage.name, c.weights, c.experts, c.kv, c.state, c.bytes, c.flops, least))
+            rows.append(CostRow(stage.name, c.weights, c.experts, c.kv, c.state, c.bytes, c.flops, least, stage.body))
     return rows
 
 

@@ -70,25 +70,14 @@ def export(recipe: Recipe, context: Context) -> None:
     )
 
 
-MAX_ABLATED_STAGES = 300
-"""Plans up to this size are planned again without each choice (half a second for tiny K3); for 93 layers it would be a minute."""
-
-
 def evidence(recipe: Recipe, context: Context) -> None:
     """evidence.json from every check of the run; the report and the simulated timeline beside it."""
     if context.run is None:
         return
-    from optkit.plan.cost import Load
+    from optkit.recompose import ablated, load_of
     from optkit.report.publish import publish
 
-    load = Load(batch=min(recipe.decode.batch), context=recipe.decode.context)
-    plan = context.results.get("plan")
-    ablations: list[tuple[str, float, float]] = []
-    if plan is not None and len(plan.stages) <= MAX_ABLATED_STAGES:
-        from optkit.build import plan_choices
-        from optkit.plan.ablate import ablate
-
-        ablations = ablate(context.results["graph"], plan_choices(context.resolved), load)
+    load, plan = load_of(context.resolved), context.results.get("plan")
     publish(
         context.run.path,
         recipe=context.resolved.name,
@@ -100,6 +89,6 @@ def evidence(recipe: Recipe, context: Context) -> None:
         not_covered=NOT_COVERED,
         plan=plan,
         load=load,
-        ablations=ablations,
+        ablations=ablated(context.resolved, context.results["graph"], plan) if plan is not None else (),
     )
     context.note(f"simulated: batch {load.batch}, {load.context} tokens of context")

@@ -1,4 +1,5 @@
-"""Boundary cases: one row, the full class, padded rows, non-positive slots, first tokens, page edges.
+"""Boundary cases: one row, the full class, padded rows, no live row at all, non-positive slots, first tokens, edges of
+pages, of 64-token chunks, of the convolution's window, and a block table used to its last element.
 
 Few steps each, so only the maximum rule of the gates applies; what no live row owns must keep its bits.
 """
@@ -36,7 +37,11 @@ def cases(
         "class maximum": make(12, tuple(7 * r + r % 2 for r in range(graph.rows))),
         "padded rows": make(13, (9, 70, 3, 0), (3,)),
         "padding first": make(14, (0, 9, 70), (0,)),
+        "zero-length requests": make(17, (0, 0, 21, 0), (0, 1, 3)),
+        "no live row": make(18, (0, 3), (0, 1)),
         "page edges": make(15, edge),
+        "window and chunk edges": make(19, (1, 2, 3, 62, 63, 127, 128)[: graph.rows]),
+        "last block full": make(20, (2 * block_size - STEPS, block_size - STEPS)),
         "first tokens": make(16, (0, 1)),
     }
 
@@ -46,6 +51,9 @@ def _case(runner: StageRunner, graph: Graph, weights: AnyWeights, scenario: Scen
     got = trace(runner, graph, weights, scenario)
     if got.stopped:
         return float("inf"), got.stopped
+    if not got.errors:  # no live row: nothing may be written, and what padding rows hold is nobody's
+        foreign = foreign_states(runner, graph, scenario, got.inputs)
+        return 0.0, f"wrote state that no live row owns: {', '.join(foreign)}" if foreign else ""
     # two steps say little about the largest score error: allow for at least one bf16 rounding of a score
     got.score_error = max(got.score_error, FLOOR)
     used = max(got.errors) / (MAX_FACTOR * max(*got.band, FLOOR))

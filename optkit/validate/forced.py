@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -84,7 +84,8 @@ class TeacherForced:
     """Runs stages one by one; `samples` collects what they do wrong.
 
     `scale` multiplies float inputs and recurrent state of every stage; `align` replaces the rows before a norm that feeds
-    a gated activation by rows that drive single up-projections far out. See PROBES.
+    a gated activation by rows that drive single up-projections far out. See PROBES. `routing` gives every route op its
+    logits [R, E] by its bias [E]; what follows from them is computed anew.
     """
 
     def __init__(
@@ -95,7 +96,9 @@ class TeacherForced:
         scenario: Scenario,
         scale: float = 1.0,
         align: bool = False,
+        routing: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        self.routing, self.run_stages = routing, runner.run_stages
         self.runner, self.graph, self.scenario, self.scale, self.align = runner, graph, scenario, scale, align
         self.plan: Plan = runner.plan
         both = reference_weights(graph, weights)
@@ -149,6 +152,8 @@ class TeacherForced:
         before = self._rounded(caches64)
         values = interpret.run(self.graph, self.w64, inputs, caches64, "f64")
         after = self._rounded(caches64)
+        if self.routing is not None:
+            values = self._routed(values, inputs, self.routing)
         for index in stages if stages is not None else range(len(self.plan.stages)):
             stage = self.plan.stages[index]
             held: dict[str, StateTensor] = {}
@@ -156,6 +161,19 @@ class TeacherForced:
                 for _, state in self.graph.op(op).states:
                     held[state] = before[state] if self.first_user[state] in stage.ops else after[state]
             self._stage(index, stage, self._probed(stage, values), inputs, held)
+
+    def _routed(
+        self, values: Mapping[str, Tensor], inputs: dict[str, Tensor], routing: Callable[[Tensor], Tensor]
+    ) -> dict[str, Tensor]:
+        """`values` with other logits, choices and shares for every route op."""
+        out = dict(values)
+        for op in self.graph.ops:
+            if op.kind == "route":
+                bias = self.w64[dict(op.weights)["bias"]]
+                assert isinstance(bias, Tensor)
+                out[op.inputs[0]] = routing(bias)
+                out |= run_ops(self.graph, [op.name], out, self.w64, inputs, {}, self.scenario.block_size, "f64")
+        return out
 
     def _rounded(self, caches: dict[str, StateTensor]) -> dict[str, StateTensor]:
         """Copies in the runner's cache dtypes, recurrent state scaled."""
@@ -235,7 +253,7 @@ class TeacherForced:
         for name, t in held.items():
             for a, b in zip(tensors(self.runner.caches[name]), tensors(t), strict=True):
                 a.copy_(b)
-        got = self.runner.run_stages(index, index + 1, inputs, inject)
+        got = self.run_stages(index, index + 1, inputs, inject)
         ops = stage.ops
         if stage.body == "attn" and stage.param("splits") > 1:  # judged where the parts meet
             ((buffer, _),) = io.writes.items()

@@ -109,7 +109,7 @@ def trace(runner: StageRunner, graph: Graph, weights: AnyWeights, scenario: Scen
         out.errors += output_errors(graph, runner.outputs(), exact, rows)
         second = {k: v[n:] for k, v in exact.items()}
         out.band += output_errors(graph, plain, second, rows)
-        for logits, _ in routes:
+        for logits, _ in routes if len(rows) else ():
             off = torch.sigmoid(plain[logits][rows].double()) - torch.sigmoid(second[logits][rows])
             out.score_error = max(out.score_error, float(off.abs().max()))
     return out

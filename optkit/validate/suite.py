@@ -21,6 +21,7 @@ from optkit.validate.orders import orders, repeat
 from optkit.validate.per_stage import per_stage
 from optkit.validate.reference import AnyWeights, reference_weights
 from optkit.validate.rollout import rollout
+from optkit.validate.routing import routing
 from optkit.validate.scenario import Scenario
 from optkit.validate.threads import one_thread
 
@@ -92,6 +93,7 @@ def validate(
     weights = reference_weights(graph, weights)
     progress("stages, teacher-forced")
     checks, numerics = per_stage(runner, graph, weights, suite.per_stage, repeat=command)
+    checks += routing(runner, graph, weights, suite.per_stage, command)
     progress("rollout")
     more, row = rollout(runner, graph, weights, suite.rollout, command)
     checks, numerics = checks + more, numerics + row

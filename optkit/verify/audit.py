@@ -16,6 +16,7 @@ the Plan's proof, proofs.py), and order inside one unrolled chain of several wai
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from optkit.plan.types import Plan
 from optkit.verify import access as A
 from optkit.verify import cfg, elf, sass
 
-NAMES = ("audit.access", "audit.guarded", "audit.fences", "audit.registers", "audit.local_memory")
+NAMES = ("audit.access", "audit.guarded", "audit.fences", "audit.registers", "audit.local_memory", "audit.cubin")
 MEMORY = Path(__file__).parent.parent / "emit" / "kernels" / "memory.py"
 """The helpers of the megakernel; read as text, so that nothing of CuTe DSL is imported."""
 Match = Callable[[sass.Instruction], bool]
@@ -58,6 +59,7 @@ def audit(
             "no stack frame, no spill, no local access",
             repeat,
         ),
+        Check(NAMES[-1], "pass", hashlib.sha256(data).hexdigest(), None, "sha256 of the machine code audited here", repeat),
     ]
 
 

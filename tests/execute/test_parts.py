@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from optkit.execute.bodies.common import elementwise, row_blocks, runs
 from optkit.execute.bodies.experts import distinct, top_k
 from optkit.execute.bodies.gemv import tile_product
-from optkit.execute.memory import merge, poison_value, unit_span
+from optkit.execute.memory import merge, poisoned, unit_span
 from optkit.execute.weights import WeightStore
 from optkit.models.ops.mxfp4 import dequantise, quantise
 from optkit.plan.types import Access, Stage
@@ -47,9 +47,12 @@ def test_unit_span_follows_the_access() -> None:
     assert unit_span(packed, part, 5, 100) is None
 
 
-def test_poison_is_nan_or_the_smallest_int() -> None:
-    assert poison_value(torch.bfloat16) != poison_value(torch.bfloat16)
-    assert poison_value(torch.int32) == -(2**31)
+def test_poison_is_nan_or_no_index() -> None:
+    for poison in ("nan", "ones"):
+        assert all(bool(torch.isnan(poisoned(d, poison))) for d in (torch.bfloat16, torch.float32))
+    assert int(poisoned(torch.int32, "nan")) == -(2**31) and int(poisoned(torch.int32, "ones")) == -1
+    for dtype in (torch.bfloat16, torch.float32, torch.int32, torch.int64):
+        assert set(poisoned(dtype, "ones")[None].view(torch.uint8).tolist()) == {0xFF}
 
 
 def test_distinct_lists_experts_in_first_appearance_order() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
 
-from optkit.evidence import Check, Provenance, StageNumerics, provenance
+from optkit.evidence import AUDITED, Check, Provenance, StageNumerics, provenance
 from optkit.plan.cost import Load, StageCost, StepCost
 from optkit.plan.types import Edge, Plan, Segment, Stage, Stream
 
 SMS = 132
+CUBIN = b"\x7fELF one"
 LAYER = (  # short name, body, fused operations, tasks, units, tiles of 18 kB per unit
     ("x_a", "mixnorm", ("h_a", "x_a"), 8, 8, 0),
     ("qkv", "gemv", ("q_raw", "k_raw", "v_raw", "g", "fa", "b"), 132, 264, 2),
@@ -74,6 +76,7 @@ def cost(plan: Plan) -> StepCost:
 def checks() -> list[Check]:
     return [Check("verify/ordering", "pass", 0, 0), Check("verify/liveness", "pass", 11, 4),
             Check("audit/sm_90a", "pass", 0, 0, "", "optkit check hand/made --audit"),
+            Check(AUDITED, "pass", hashlib.sha256(CUBIN).hexdigest(), None, "sha256"),
             Check("numerics/median", "pass", 1.07, 1.25), Check("numerics/maximum", "pass", 1.41, 2.0),
             Check("gpu/rollout", "not_run", None, 64, "needs an H200 GPU", "optkit run hand/made bench=gpu")]
 
@@ -91,7 +94,7 @@ def run_dir(tmp_path: Path) -> Path:
     """A run directory with a plan and an artifact, but no evidence yet."""
     (tmp_path / "artifact").mkdir()
     (tmp_path / "plan.json").write_text('{"plan":1}')
-    (tmp_path / "artifact" / "step.cubin").write_bytes(b"\x7fELF one")
+    (tmp_path / "artifact" / "step.cubin").write_bytes(CUBIN)
     (tmp_path / "artifact" / "manifest.json").write_text('{"verdict": {"status": "verified except hardware", "not_run": 1}}')
     return tmp_path
 

@@ -22,6 +22,12 @@ def record(cubin: Path, *checks: Check, time: str = "2026-01-01T00:00:00+00:00",
                              command="optkit run hand/made", checks=checks, **kw)
 
 
+def finished(run_dir: Path, evidence: ev.Bundle) -> None:
+    """What a run leaves: its evidence, and SHA256SUMS over everything."""
+    ev.write(run_dir / "evidence.json", evidence)
+    ev.write_sums(run_dir)
+
+
 @pytest.mark.parametrize(("arguments", "says"), [
     (("x", "not_run"), "needs a reason"), (("x", "not_run", None, None, "  "), "needs a reason"),
     (("x", "not_run", None, None, "it takes long"), "must name the GPU"), (("x", "fail", 3), "needs a reason"),
@@ -177,7 +183,7 @@ def test_two_kernels_need_two_records(run_dir: Path, checks: list[Check]) -> Non
 
 
 def test_merge_seals_the_artifact_and_can_be_repeated(run_dir: Path, checks: list[Check], prov: ev.Provenance) -> None:
-    ev.write(run_dir / "evidence.json", ev.bundle(checks, prov))
+    finished(run_dir, ev.bundle(checks, prov))
     hardware = record(run_dir / "artifact" / "step.cubin", Check("gpu/rollout", "pass", 64, 64))
 
     def seal(folder: Path, merged: ev.Bundle) -> list[str]:
@@ -226,36 +232,84 @@ def test_what_cannot_be_read_is_said_in_one_line(run_dir: Path) -> None:
 
 @pytest.mark.parametrize(("damage", "name"), [
     (lambda d: (d / "artifact" / "step.cubin").write_bytes(b"\x7fELF onE"), "digest/artifact/step.cubin"),
+    (lambda d: (d / "artifact" / "step.cubin").write_bytes(b"\x7fELF onE"), "audited/artifact/step.cubin"),
+    (lambda d: (d / "evidence.json").write_text((d / "evidence.json").read_text() + " "), "digest/SHA256SUMS"),
+    (lambda d: (d / "SHA256SUMS").write_text((d / "SHA256SUMS").read_text()[:-1]), "digest/SHA256SUMS"),
+    (lambda d: (d / "SHA256SUMS").unlink(), "digest/SHA256SUMS"),
+    (lambda d: (d / "SHA256SUMS").write_text((d / "SHA256SUMS").read_text().upper()), "digest/SHA256SUMS"),
     (lambda d: (d / "artifact" / "manifest.json").unlink(), "digest/artifact/manifest.json"),
     (lambda d: (d / "artifact" / "extra.so").write_bytes(b"x"), "digest/artifact"),
     (lambda d: (d / "plan.json").write_text('{"plan":2}'), "digest/plan"),
     (lambda d: ev.write(d / "evidence.json", all_passed(ev.load(d))), "digest/verdict"),
 ])
 def test_reverify_finds_damage(run_dir: Path, checks: list[Check], prov: ev.Provenance, damage: Any, name: str) -> None:
-    ev.write(run_dir / "evidence.json", ev.bundle(checks, prov))
+    finished(run_dir, ev.bundle(checks, prov))
     assert ev.verdict(ev.reverify(run_dir)) == "verified"
     damage(run_dir)
     assert name in {c.name for c in ev.reverify(run_dir) if c.status == "fail"}
+
+
+def test_a_cubin_that_nobody_audited_is_found(run_dir: Path, checks: list[Check], prov: ev.Provenance) -> None:
+    """Every digest agrees, but the audit was of another kernel, or there was none."""
+    other = [c for c in checks if c.name != ev.AUDITED]
+    for given in (other, [*other, Check(ev.AUDITED, "pass", "0" * 64)]):
+        finished(run_dir, ev.bundle(given, prov))
+        bad = [c for c in ev.reverify(run_dir) if c.status == "fail"]
+        assert [c.name for c in bad] == ["audited/artifact/step.cubin"] and "not the machine code" in bad[0].reason
+
+
+def test_sums_are_those_of_the_usual_tool(run_dir: Path, checks: list[Check], prov: ev.Provenance) -> None:
+    finished(run_dir, ev.bundle(checks, prov))
+    done = subprocess.run(["sha256sum", "--check", "--strict", ev.SUMS], cwd=run_dir, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count(": OK") == 4, done
+
+
+def test_merge_does_not_accept_changed_evidence(run_dir: Path, checks: list[Check], prov: ev.Provenance) -> None:
+    """A byte of evidence.json that the schema allows must not be taken over into the merged evidence."""
+    finished(run_dir, ev.bundle(checks, prov, not_covered=["prefill"]))
+    path = run_dir / "evidence.json"
+    path.write_text(path.read_text().replace("prefill", "prefilm"))
+    with pytest.raises(ev.EvidenceError, match="SHA256SUMS: evidence.json differs; nothing merged"):
+        ev.merge_run(run_dir, [record(run_dir / "artifact" / "step.cubin", Check("gpu/rollout", "pass", 64, 64))])
+
+
+def test_a_merge_cut_off_between_its_files_can_be_repeated(run_dir: Path, checks: list[Check],
+                                                           prov: ev.Provenance) -> None:
+    finished(run_dir, ev.bundle(checks, prov))
+    hardware = record(run_dir / "artifact" / "step.cubin", Check("gpu/rollout", "pass", 64, 64))
+
+    def power_cut(folder: Path, merged: ev.Bundle) -> None:
+        (folder / "report.html").write_text(merged.verdict)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ev.merge_run(run_dir, [hardware], None, power_cut)
+    assert (run_dir / ev.MERGING).exists() and "digest/SHA256SUMS" in {
+        c.name for c in ev.reverify(run_dir) if c.status == "fail"}
+    assert ev.merge_run(run_dir, [hardware], None, lambda d, b: None).verdict == "verified"
+    assert {c.name for c in ev.reverify(run_dir) if c.status == "fail"} == {"digest/verdict"}, "nothing sealed it"
+    assert not (run_dir / ev.MERGING).exists()
 
 
 def test_reverify_does_not_follow_paths_out(run_dir: Path, checks: list[Check], prov: ev.Provenance) -> None:
     outside = run_dir.parent / "outside.txt"
     outside.write_text("x")
     files = {"../outside.txt": ev.sha256(outside), **prov.files}
-    ev.write(run_dir / "evidence.json", ev.bundle(checks, prov.model_copy(update={"files": files})))
-    assert {c.name for c in ev.reverify(run_dir) if c.status == "fail"} == {"digest/../outside.txt"}
+    finished(run_dir, ev.bundle(checks, prov.model_copy(update={"files": files})))
+    assert {c.name for c in ev.reverify(run_dir) if c.status == "fail"} == {
+        "digest/../outside.txt", "digest/SHA256SUMS"}, "the list does not name it either"
 
 
 def test_command_line(run_dir: Path, checks: list[Check], prov: ev.Provenance,
                       capsys: pytest.CaptureFixture[str]) -> None:
-    ev.write(run_dir / "evidence.json", ev.bundle(checks, prov))
+    finished(run_dir, ev.bundle(checks, prov))
     hardware = run_dir / "hardware.json"
     ev.write(hardware, record(run_dir / "artifact" / "step.cubin", Check("gpu/rollout", "pass", 64, 64)))
     assert ev.main_evidence(["show", str(run_dir)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[-1] == "verified except hardware (1)"
     assert ev.main_evidence(["verify", str(run_dir)]) == 0
-    assert re.fullmatch(r"all \d+ digests hold", capsys.readouterr().out.splitlines()[-1]), "not the run's verdict"
+    assert re.fullmatch(r"all \d+ hold", capsys.readouterr().out.splitlines()[-1]), "not the run's verdict"
     assert ev.main_evidence(["show", "--help"]) == 0
     assert "optkit.bench.hardware" in capsys.readouterr().out, "says where a hardware record comes from"
     assert ev.main_evidence(["merge", str(run_dir), str(hardware)]) == 0

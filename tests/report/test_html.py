@@ -48,7 +48,7 @@ def sections(text: str) -> list[str]:
 
 def test_sections_and_words(page: Page) -> None:
     text = page(ablations=[("weight_stream", 30.0, 41.5)])
-    assert sections(text) == ["scope", "checks", "numerics", "plan", "timeline", "cost", "memory", "ablations",
+    assert sections(text) == ["scope", "checks", "numerics", "plan", "timeline", "roofline", "cost", "memory", "ablations",
                               "provenance"]
     assert "verified except hardware (1)" in text and "+11.50" in text
     viewport = next(m for m in parsed(text).iter("meta") if m.attrib.get("name") == "viewport")
@@ -239,7 +239,14 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 PROBE = """<script>addEventListener("load", () => {
   const r = document.documentElement, wide = [...document.querySelectorAll("body *")].filter(e =>
     !e.closest(".scroll") && e.getBoundingClientRect().right > innerWidth + 1).map(e => e.tagName + "." + e.className);
-  document.title = [innerWidth, r.scrollWidth, r.scrollHeight, wide.slice(0, 3).join(" ")].join("|");
+  const seen = e => { const b = e.getBoundingClientRect(); return b.width > 40 && b.height > 20; };
+  const empty = [...document.querySelectorAll("section, svg")].filter(e => !seen(e)).map(e => e.id || e.textContent);
+  const [frame, mark] = ["#roofline svg", "#roofline svg circle.least"].map(q => document.querySelector(q));
+  const [a, b] = [frame.getBoundingClientRect(), mark.getBoundingClientRect()];
+  const inside = b.width > 4 && b.left > a.left && b.right < a.right && b.top > a.top && b.bottom < a.bottom;
+  const drawn = document.querySelectorAll("#ablations tbody tr").length;
+  document.title = [innerWidth, r.scrollWidth, r.scrollHeight, wide.slice(0, 3).join(" "), empty.length, inside, drawn]
+    .join("|");
 });</script>"""
 
 
@@ -248,7 +255,8 @@ PROBE = """<script>addEventListener("load", () => {
 def test_in_a_browser_nothing_overflows(page: Page, tmp_path: Path, width: int) -> None:
     """Headless Chromium does not go below a 500-pixel window, so the page is measured inside a frame of the width."""
     unbroken = Check("verify/" + "long" * 40, "fail", "v" * 90, "t" * 90, "reason" * 40, "command" * 30)
-    (tmp_path / "report.html").write_text(page((unbroken,)).replace("</head>", PROBE + "</head>"))
+    rows = [(f"fusion.{'long' * 20}", 30.0, 41.5), ("overlap.weight_stream", 30.0, 50.0)]
+    (tmp_path / "report.html").write_text(page((unbroken,), ablations=rows).replace("</head>", PROBE + "</head>"))
     (tmp_path / "frame.html").write_text(
         f"<!DOCTYPE html><title>-</title><iframe src='report.html' style='width:{width}px;height:900px;border:0' "
         "onload='setTimeout(() => document.title = this.contentDocument.title, 0)'></iframe>")
@@ -257,11 +265,12 @@ def test_in_a_browser_nothing_overflows(page: Page, tmp_path: Path, width: int) 
                            f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=4000",
                            "--window-size=1400,1000", "--dump-dom", (tmp_path / "frame.html").as_uri()],
                           capture_output=True, text=True, timeout=90, check=False)
-    found = re.search(r"<title>(\d+)\|(\d+)\|(\d+)\|(.*?)</title>", done.stdout)
+    found = re.search(r"<title>(\d+)\|(\d+)\|(\d+)\|(.*?)\|(\d+)\|(\w+)\|(\d+)</title>", done.stdout)
     assert found, done.stdout[:500] + done.stderr[-500:]
     inner, scroll, height = (int(found[i]) for i in (1, 2, 3))
     assert inner == width and scroll <= width, f"page is {scroll} px wide in a window of {inner}: {found[4]}"
     assert found[4] == ""
+    assert (found[5], found[6], found[7]) == ("0", "true", "2"), "every section and picture is to be seen"
     assert 1500 < height < 25000
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -28,7 +29,8 @@ def test_publish(tmp_path: Path, llama: Plan) -> None:
     (tmp_path / "artifact" / "kernel.cubin").write_bytes(b"cubin")
     (tmp_path / "plan.json").write_text(llama.to_json())
     (tmp_path / "log.txt").write_text("still written")
-    gates = [Check("verify.ordering", "pass", 0, 0), Check("gpu.rollout", "not_run", None, 64, "needs an H200 GPU")]
+    gates = [Check("verify.ordering", "pass", 0, 0), Check(evidence.AUDITED, "pass", hashlib.sha256(b"cubin").hexdigest()),
+             Check("gpu.rollout", "not_run", None, 64, "needs an H200 GPU")]
     made = publish(tmp_path, recipe="llama/tiny", recipe_digest="a" * 64, command="optkit run llama/tiny", checks=gates,
                    plan=llama, scope={"batch": [1]})
     assert evidence.load(tmp_path) == made and made.verdict == "verified except hardware (1)"
@@ -44,5 +46,5 @@ def test_a_broken_run_leaves_evidence_of_what_broke(tmp_path: Path) -> None:
     made = publish(tmp_path, recipe="llama/tiny", recipe_digest="a" * 64, command="optkit run llama/tiny",
                    checks=[Check("plan", "fail", None, None, "KeyError: 'x'")])
     assert made.verdict == "failed (1)"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["evidence.json", "report.html"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["SHA256SUMS", "evidence.json", "report.html"]
     assert "KeyError" in (tmp_path / "report.html").read_text()

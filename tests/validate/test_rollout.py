@@ -157,6 +157,7 @@ def test_suite_runs_everything_on_one_set_of_caches() -> None:
         "rollout.state",
         *(f"boundary.{n}" for n in cases(g)),
         "repeat.bits",
+        "groups.bits",
         "orders.bits",
     }
     assert len(told) == 4 and rows[-1].stage == "rollout:logits"

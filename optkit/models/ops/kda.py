@@ -36,7 +36,7 @@ def kda_conv(op: Op, ins: list[Tensor], weights: Weights, ctx: StepContext) -> l
 def decay(f: Tensor, a_log: Tensor, dt_bias: Tensor, lower_bound: float) -> Tensor:
     """alpha [R, heads, dim] = exp(lower_bound * sigmoid(exp(A_log) * (f + dt_bias))), one per key channel."""
     heads = a_log.shape[0]
-    gate = (f + dt_bias).reshape(f.shape[0], heads, -1) * torch.exp(a_log)[:, None]
+    gate = (f + dt_bias).reshape(f.shape[0], heads, f.shape[1] // heads) * torch.exp(a_log)[:, None]
     return torch.exp(lower_bound * torch.sigmoid(gate))
 
 
