@@ -43,12 +43,36 @@ class _Parser(argparse.ArgumentParser):
     """argparse, with a suggestion for a misspelt option."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
+        message = message.replace(
+            ", KEY=VALUE", ""
+        )  # argparse calls an empty "nargs=*" missing beside a missing RECIPE
         known = [s for a in self._actions for s in a.option_strings]
         for word in message.split():
-            if word.startswith("--"):
+            if word.startswith("--") and word.rstrip(":") not in known:
                 hint = did_you_mean(word, known)
                 message += f"; {hint}" if hint else ""
         raise UserError(f"{self.prog}: {message}")
+
+
+def _recipe_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        nargs="?" if optional else None,
+        help="a name from `optkit ls`, or the path of a .yaml file",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="any key or group of the recipe (docs/recipe.md), e.g. sync=tagged",
+    )
+
+
+def _until(parser: argparse.ArgumentParser) -> None:
+    from optkit.steps import STEPS
+
+    parser.add_argument("--until", metavar="STEP", help=f"stop after this step: {', '.join(s.name for s in STEPS)}")
 
 
 def _parser(command: str, doc: str, example: str) -> argparse.ArgumentParser:
@@ -77,8 +101,7 @@ def _show(argv: Sequence[str]) -> int:
         "Print a recipe fully resolved, each value with its source.",
         "optkit show kimi_k3/tiny --why decode.batch",
     )
-    parser.add_argument("recipe", metavar="RECIPE")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    _recipe_arguments(parser)
     parser.add_argument(
         "--why", metavar="KEY", help="every layer that sets this key, weakest first; the last one counts"
     )
@@ -107,11 +130,14 @@ def _check(argv: Sequence[str]) -> int:
     parser = _parser(
         "check", "Build model and plan and prove the plan; writes nothing.", "optkit check kimi_k3/h200_tp8_pp2"
     )
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    _recipe_arguments(parser, optional=True)
     parser.add_argument("--plain", action="store_true", help="no spinner, no colour")
-    parser.add_argument("--planted", action="store_true", help="are the gates able to fail? plant every fault of the library "
-                        "in this recipe (default: the tiny ones) and say which gate caught it")
+    parser.add_argument(
+        "--planted",
+        action="store_true",
+        help="are the gates able to fail? plant every fault of the library "
+        "in this recipe (default: the tiny ones) and say which gate caught it",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="with --planted: write the table here, as JSON")
     parser.add_argument("--jobs", type=int, metavar="N", help="with --planted: processes (default 2)")
     args = parser.parse_intermixed_args(argv)
@@ -129,8 +155,8 @@ def _check(argv: Sequence[str]) -> int:
 
 def _cp(argv: Sequence[str]) -> int:
     parser = _parser("cp", "Copy a recipe to a file of your own.", "optkit cp kimi_k3/tiny mine.yaml")
-    parser.add_argument("recipe", metavar="RECIPE")
-    parser.add_argument("dest", metavar="DEST.yaml", type=Path)
+    parser.add_argument("recipe", metavar="RECIPE", help="a name from `optkit ls`, or the path of a .yaml file")
+    parser.add_argument("dest", metavar="DEST.yaml", type=Path, help="the new file; nothing is overwritten")
     args = parser.parse_args(argv)
     from optkit.locate import find_recipe
 
@@ -154,8 +180,7 @@ def _run(argv: Sequence[str]) -> int:
         "Run a recipe; results go to outputs/<recipe>/<UTC time>-<digest>/.",
         "optkit run kimi_k3/tiny sync=tagged",
     )
-    parser.add_argument("recipe", metavar="RECIPE")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    _recipe_arguments(parser)
     parser.add_argument(
         "--outputs",
         type=Path,
@@ -164,7 +189,7 @@ def _run(argv: Sequence[str]) -> int:
         help="parent of all run folders (default: outputs)",
     )
     parser.add_argument("--dir", type=Path, metavar="DIR", help="use exactly this new folder (sweeps do)")
-    parser.add_argument("--until", metavar="STEP", help="stop after this step")
+    _until(parser)
     parser.add_argument("--plain", action="store_true", help="no spinner, no colour")
     args = parser.parse_intermixed_args(argv)
     from optkit.compose import resolve
@@ -181,14 +206,13 @@ def _run(argv: Sequence[str]) -> int:
 def _sweep(argv: Sequence[str]) -> int:
     from optkit.sweep import sweep_command
 
-    return sweep_command(
-        argv,
-        _parser(
-            "sweep",
-            "Run the whole grid of the given values, each job in its own process and folder.",
-            "optkit sweep recipe=kimi_k3/tiny decode.batch=1,4 sync=counter,tagged",
-        ),
+    parser = _parser(
+        "sweep",
+        "Run the whole grid of the given values, each job in its own process and folder.",
+        "optkit sweep recipe=kimi_k3/tiny decode.batch=1,4 sync=counter,tagged",
     )
+    _until(parser)
+    return sweep_command(argv, parser)
 
 
 def _doctor(argv: Sequence[str]) -> int:
@@ -212,7 +236,10 @@ def _checkpoint(argv: Sequence[str]) -> int:
         "Write a checkpoint with random weights for a model configuration (safetensors, config.json).",
         "optkit checkpoint kimi_k3_tiny ./tiny-k3 --shards 2",
     )
-    parser.add_argument("config", metavar="CONFIG", help="a packaged configuration, or the path of a config.json")
+    from optkit.models.families import config_names
+
+    packaged = ", ".join(config_names())
+    parser.add_argument("config", metavar="CONFIG", help=f"one of {packaged}, or the path of a config.json")
     parser.add_argument("dir", metavar="DIR", type=Path, help="a folder that does not exist yet")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default 0)")
     parser.add_argument("--shards", type=int, default=1, help="safetensors files to spread them over (default 1)")
@@ -278,3 +305,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `optkit show ... | head`
         sys.stderr.close()
         return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130  # as shells count a program ended by Ctrl-C
+    except OSError as err:  # a folder that cannot be written, a full disk: the machine's fault, said in one line
+        print(f"error: {err}", file=sys.stderr)
+        return EXIT_BAD_INPUT

@@ -7,6 +7,8 @@ where it was set.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -121,10 +123,32 @@ def load_weights(resolved: Resolved, graph: Graph) -> dict[str, Any]:
     at = resolved.recipe.model.checkpoint
     if at is None:
         return random_weights(graph, resolved.recipe.model.seed)
-    try:
+    with _checkpoint_errors(resolved):
         return checkpoint.load(Path(at).expanduser(), graph)
-    except (checkpoint.CheckpointError, OSError) as err:
-        raise UserError(f"model.checkpoint = {at!r} ({resolved.source('model.checkpoint')}): {line}" for line in _lines(err)) from err
+
+
+def verify_weights(resolved: Resolved, graph: Graph) -> None:
+    """Hold the headers of `model.checkpoint`, if there is one, against the graph, before anything is built.
+
+    Raises UserError naming everything wrong with the checkpoint.
+    """
+    from optkit.models import checkpoint
+
+    at = resolved.recipe.model.checkpoint
+    if at is not None:
+        with _checkpoint_errors(resolved):
+            checkpoint.verify(Path(at).expanduser(), graph)
+
+
+@contextmanager
+def _checkpoint_errors(resolved: Resolved) -> Iterator[None]:
+    from optkit.models.checkpoint import CheckpointError
+
+    at, where = resolved.recipe.model.checkpoint, resolved.source("model.checkpoint")
+    try:
+        yield
+    except (CheckpointError, OSError) as err:
+        raise UserError(f"model.checkpoint = {at!r} ({where}): {line}" for line in _lines(err)) from err
 
 
 def model_json(resolved: Resolved, source: ModelSource, graph: Graph) -> dict[str, Any]:

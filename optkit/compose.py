@@ -189,7 +189,10 @@ def parse_overrides(overrides: list[str]) -> list[Override]:
         try:
             parsed.append(parser.parse_override(text))
         except HydraException as err:
-            wrong.append(f"{text!r}: expected key=value ({COMMAND_LINE}): {str(err).splitlines()[0]}")
+            why = str(err).splitlines()[0]
+            if "token recognition" in why:  # Hydra's grammar takes plain ASCII words; everything else goes in quotes
+                why += f"; quote the value: {text.partition('=')[0]}='...'"
+            wrong.append(f"{text!r}: expected key=value ({COMMAND_LINE}): {why}")
     if wrong:
         raise UserError(wrong)
     return parsed
@@ -232,7 +235,7 @@ def _command_line(overrides: list[Override]) -> tuple[list[Problem], list[Overri
 
 def _option(group: str, value: Any, where: str) -> list[Problem]:
     options = group_options(group)
-    if value in (*options, None, "null"):  # null: no option, every key is set by the recipe itself
+    if value in options or (value in (None, "null") and where != COMMAND_LINE):  # null: the recipe itself sets every key
         return []
     return [Problem(group, value, f"one of {', '.join(options)}", where, did_you_mean(str(value), options))]
 

@@ -67,6 +67,8 @@ def summary(console: Console, context: Context, verdict: str, paths: Sequence[Pa
         table.add_row(
             step, f"{seconds:.1f}", *(str(sum(c.status == s for c in mine)) for s in ("pass", "fail", "not_run"))
         )
+    counts = (sum(c.status == s for c in context.checks) for s in ("pass", "fail", "not_run"))
+    table.add_row("total", f"{sum(context.seconds.values()):.1f}", *map(str, counts))
     console.print()
     console.print(table)
     for c in context.checks:

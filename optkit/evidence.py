@@ -298,8 +298,13 @@ def _git() -> tuple[str | None, bool | None]:
 
 
 def write(path: Path, evidence: Bundle | HardwareRecord) -> None:
-    """Write to a temporary file beside `path`, then rename: a reader sees the old content or the new, never half."""
-    text = evidence.model_dump_json(by_alias=True, indent=1) + "\n"
+    """Write a record as JSON, in one step."""
+    write_text(path, evidence.model_dump_json(by_alias=True, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write to a temporary file beside `path`, then rename: a reader sees the old content or the new, never half, and
+    a disk that is full keeps no part either."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as f:
@@ -329,7 +334,9 @@ def _load(path: Path, model: type[Any], schema: str) -> Any:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise EvidenceError(f"{path}: no such file") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as e:
+    except OSError as e:
+        raise EvidenceError(f"{path}: cannot be read ({e.strerror})") from None
+    except (ValueError, RecursionError) as e:
         raise EvidenceError(f"{path}: not JSON ({e})") from None
     got = data.get("schema") if isinstance(data, dict) else None
     if got != schema:
@@ -389,8 +396,8 @@ def merge_run(run_dir: Path, records: Iterable[HardwareRecord], seal: Seal | Non
     digests are then taken anew. The manifest proves itself by its own digest when it is sealed, so a merge that was
     interrupted between the two files can be repeated.
     """
-    own = f"digest/{MANIFEST}" if seal else ""
-    if bad := [c for c in reverify(run_dir) if c.status == "fail" and c.name != own]:
+    own = (f"digest/{MANIFEST}", "digest/verdict") if seal else ()
+    if bad := [c for c in reverify(run_dir) if c.status == "fail" and c.name not in own]:
         raise EvidenceError(f"{run_dir}: {bad[0].name}: {bad[0].reason}; nothing merged")
     merged = merge(load(run_dir), records)
     if seal:
@@ -424,21 +431,45 @@ def reverify(run_dir: Path) -> tuple[Check, ...]:
     artifact = run_dir / "artifact"
     extra = sorted(p.relative_to(run_dir).as_posix() for p in artifact.rglob("*") if p.is_file()) if (
         artifact.is_dir()) else []
+    if (run_dir / MANIFEST).is_file():
+        served, own = _served_verdict(run_dir / MANIFEST), "failed" if evidence.verdict.startswith("failed") else evidence.verdict
+        checks.append(Check("digest/verdict", "pass" if served == own else "fail", own, served,
+                            "" if served == own else "the artifact's verdict is not that of the evidence", again))
     unknown = [p for p in extra if p not in listed]
     checks.append(Check("digest/artifact", "fail" if unknown else "pass", len(unknown), 0,
                         f"not in the evidence: {', '.join(unknown)}" if unknown else "", again))
     return tuple(checks)
 
 
+def _served_verdict(manifest: Path) -> str:
+    """The verdict in an artifact's manifest, in the words of `verdict`; what is wrong where it has none."""
+    try:
+        said = json.loads(manifest.read_text(encoding="utf-8"))["verdict"]
+        return f"{said['status']} ({said['not_run']})" if said["not_run"] else str(said["status"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+        return f"none: {type(e).__name__}"
+
+
+def _cell(value: Any) -> str:
+    """A value in one column: floats to 4 significant digits, digests to 12 places, nothing for None."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else str(value)
+
+
 def main_evidence(argv: Sequence[str], seal: Seal | None = None) -> int:
     """`optkit evidence show|verify|merge`. Exit 0 if nothing failed, 1 if something did, 2 for bad input.
 
-    `seal` as in `merge_run`.
+    Prints one line a check: status, name, value, threshold (after "of"), reason. `seal` as in `merge_run`.
     """
     usage = ("usage: optkit evidence show RUN_DIR | verify RUN_DIR | merge RUN_DIR HARDWARE.json [HARDWARE.json ...]\n"
              "  show    the verdict and every check\n  verify  compute all digests of the run directory again\n"
-             "  merge   add what a machine with the GPU found, matched by the cubin's sha256")
-    if argv and argv[0] in ("-h", "--help"):
+             "  merge   add what a machine with the GPU found, matched by the cubin's sha256; the records come from\n"
+             "          python -m optkit.bench.hardware RUN_DIR --out FOLDER, run there\n"
+             "example: optkit evidence show outputs/kimi_k3/tiny/latest")
+    if "-h" in argv or "--help" in argv:
         print(usage)
         return 0
     if len(argv) < 2 or argv[0] not in ("show", "verify", "merge") or (len(argv) > 2) != (argv[0] == "merge"):
@@ -448,7 +479,8 @@ def main_evidence(argv: Sequence[str], seal: Seal | None = None) -> int:
     try:
         if argv[0] == "verify":
             checks: Sequence[Check] = reverify(run_dir)
-            word = verdict(checks)
+            failed = sum(c.status == "fail" for c in checks)
+            word = f"{failed} of {len(checks)} digests do not hold" if failed else f"all {len(checks)} digests hold"
         else:
             evidence = (load(run_dir) if argv[0] == "show"
                         else merge_run(run_dir, [load_hardware(Path(p)) for p in argv[2:]], seal))
@@ -456,8 +488,9 @@ def main_evidence(argv: Sequence[str], seal: Seal | None = None) -> int:
     except EvidenceError as e:
         print(f"optkit evidence: {e}", file=sys.stderr)
         return 2
+    width = max((len(c.name) for c in checks), default=0)
     for c in checks:
-        print(f"{c.status:8}{c.name}" + (f"  {c.value}" if c.value is not None else "")
-              + (f"  ({c.reason})" if c.reason else ""))
+        limit = f" of {_cell(c.threshold)}" if c.threshold is not None and c.threshold != c.value else ""
+        print(f"{c.status:8}{c.name:<{width}}  {_cell(c.value) + limit:<16}  {c.reason}".rstrip())
     print(word)
     return 1 if any(c.status == "fail" for c in checks) else 0

@@ -71,8 +71,8 @@ def find_recipe(target: str) -> RecipeFile:
         if path.suffix == ".yml":
             raise UserError(f"{target}: expected a file name that ends in .yaml, Hydra ignores .yml")
         if not path.is_file():
-            kind = "a folder" if path.is_dir() else "no such file"
-            raise UserError(f"{target}: expected the path of a recipe file, this is {kind}")
+            found = "this is a folder" if path.is_dir() else "there is no such file"
+            raise UserError(f"{target}: expected the path of a recipe file, {found}")
         if path.suffix != ".yaml":
             raise UserError(f"{target}: expected a file name that ends in .yaml")
         packaged = _packaged(path)

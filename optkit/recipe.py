@@ -7,6 +7,7 @@ code is ever named or run by one. Assumes nothing of models, plans or Hydra.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -19,6 +20,16 @@ from optkit.errors import Problem
 
 MAX_ROWS = 8
 """Token rows of one kernel: rows are the n dimension of an m16n8k16 matrix instruction, so 1 to 8 cost the same."""
+
+
+MAX_SEED = 2**32 - 1
+"""Seeds are combined with offsets and go to generators of 64 bits."""
+
+ARCHES = r"sm_(90|100|103|107|110|120|121)a"
+"""What the compiler knows and the kernel needs: bulk copies and 16-byte relaxed accesses begin with sm_90."""
+
+MAX_SMS = 1024
+"""Several times the largest GPU: proofs hold one clock per SM, so an absurd number would only fill the memory."""
 
 
 class Mechanism(str, Enum):
@@ -82,7 +93,7 @@ class Model:
     checkpoint: str | None = key(
         None, "directory with safetensors files (and index); null = random weights from `seed`"
     )
-    seed: int = key(0, "seed of the random weights", ge=0)
+    seed: int = key(0, "seed of the random weights", ge=0, le=MAX_SEED)
     layers: list[int] | None = key(None, "half-open range [first, last) of layers to build; null = all", ge=0)
     qk_lora_norm_eps: float | None = key(
         None,
@@ -96,8 +107,8 @@ class Hardware:
     """Where it runs: one GPU type as data."""
 
     name: str = key(MISSING, "name as shown in reports and in an artifact's scope")
-    arch: str = key(MISSING, "architecture that the kernel is compiled for", pattern=r"sm_\d{2,3}a")
-    sms: int = key(MISSING, "streaming multiprocessors", ge=1)
+    arch: str = key(MISSING, "architecture that the kernel is compiled for", pattern=ARCHES)
+    sms: int = key(MISSING, "streaming multiprocessors", ge=1, le=MAX_SMS)
     smem_kib: int = key(MISSING, "shared memory one CTA may use, KiB", ge=1)
     registers: int = key(MISSING, "32-bit registers of one SM", ge=1)
     memory_gb: float = key(MISSING, "usable device memory of one GPU, GB (1e9 bytes)", ge=0)
@@ -190,7 +201,7 @@ class Emit:
     probe_archs: list[str] = key(
         ["sm_100a", "sm_103a"],
         "further architectures that one stage is compiled for, as a probe",
-        pattern=r"sm_\d{2,3}a",
+        pattern=ARCHES,
     )
 
 
@@ -200,7 +211,7 @@ class Tune:
 
     sms: int | None = key(None, "SMs the kernel occupies; null = all", ge=1)
     kv_splits: int | None = key(
-        None, "splits of the KV sequence per attention task; null = by context and SM count", ge=1
+        None, "splits of the KV sequence per attention task; null = by context and SM count", ge=1, le=256
     )
 
 
@@ -215,7 +226,7 @@ class Validate:
     order_seeds: int = key(8, "random task orders executed on the CPU", ge=1)
     order_steps: int = key(2, "steps per task order", ge=1)
     samples: int = key(256, "token rows behind the noise band of each stage; the gate needs 256", ge=256)
-    seed: int = key(0, "seed of inputs and task orders", ge=0)
+    seed: int = key(0, "seed of inputs and task orders", ge=0, le=MAX_SEED)
 
 
 
@@ -224,7 +235,7 @@ class Bench:
     """What the hardware checks run on a GPU (`python -m optkit.bench.hardware`)."""
 
     steps: int = key(64, "steps of each rollout on the GPU, state carried", ge=1)
-    launches: int = key(100, "repeated launches that must give the same bits", ge=1)
+    launches: int = key(1000, "repeated launches that must give the same bits", ge=1)
 
 
 @dataclass
@@ -246,7 +257,7 @@ class Decode:
     )
     context: int = key(MISSING, "longest sequence, tokens", ge=1)
     rows_per_request: int = key(
-        1, "token rows per request in one step (more than 1: uniform verify steps)", ge=1, le=MAX_ROWS
+        1, "token rows per request in one step; only 1 can be built yet (more: uniform verify steps)", ge=1, le=MAX_ROWS
     )
 
 
@@ -317,6 +328,11 @@ def problems(recipe: Recipe, where: Callable[[str], str], limits: Limits | None 
             "decode.batch",
             f"batch x decode.rows_per_request <= {MAX_ROWS} rows, got {largest} x {decode.rows_per_request}",
         )
+    elif decode.rows_per_request > 1:
+        bad(
+            "decode.rows_per_request",
+            "1: rows of one request follow each other through its state and its cache, which no stage body does yet",
+        )
     if parallel.rank >= parallel.tp:
         bad("parallel.rank", f"a rank below parallel.tp = {parallel.tp}")
     if parallel.stage >= parallel.pp:
@@ -372,6 +388,8 @@ def _violated(item: Any, meta: Mapping[str, Any]) -> str:
         return f"text like {pattern}" if pattern and not re.fullmatch(pattern, item) else ""
     if item is None or isinstance(item, (bool, dict)):
         return ""
+    if isinstance(item, float) and not math.isfinite(item):
+        return "a finite number"
     if (ge is not None and item < ge) or (le is not None and item > le):
         return range_text(meta)
     return ""

@@ -67,11 +67,10 @@ def sweep_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         "overrides", nargs="*", metavar="KEY=V1,V2", help="recipe=A,B and any key; several values are swept"
     )
     parser.add_argument("--launcher", metavar="NAME", help="basic: one after the other; joblib: --jobs at a time")
-    parser.add_argument("--jobs", type=int, metavar="N", help="jobs at a time (joblib); default: all CPUs")
+    parser.add_argument("--jobs", type=int, metavar="N", help="jobs at a time; above 1 means joblib (default: 1)")
     parser.add_argument(
         "--resume", type=Path, metavar="DIR", help="go on with an earlier sweep: jobs that passed are skipped"
     )
-    parser.add_argument("--until", metavar="STEP", help="stop every job after this step, e.g. check")
     parser.add_argument(
         "--outputs",
         type=Path,
@@ -198,8 +197,12 @@ def _stored(folder: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as err:
         raise UserError(f"--resume {folder}: expected a folder made by `optkit sweep`: {err}") from err
-    if data.get("schema") != SCHEMA:
-        raise UserError(f"{path}: schema {data.get('schema')!r}: expected {SCHEMA!r}")
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        raise UserError(f"{path}: schema {schema!r}: expected {SCHEMA!r}")
+    job = {"index", "recipe", "overrides", "swept", "digest", "tree"}
+    if not {"optkit", "overrides", "jobs"} <= set(data) or any(set(j) != job for j in data["jobs"]):
+        raise UserError(f"{path}: damaged: expected optkit, overrides and jobs; start a new sweep")
     return dict(data)
 
 
@@ -255,6 +258,7 @@ def _launch(
         status = _status(folder / job.folder)
         skipped = status.get("status") == "passed" and status.get("digest") == job.digest
         if not skipped:
+            console.print(f"    {job.folder} {job.label} ...", markup=False)  # a job takes minutes: say what is running
             status = _run_job(job, folder / job.folder, until, threads)
         word = "passed before" if skipped else status["status"]
         line = f"{next(done)}/{len(jobs)} {job.folder} {job.label}: {word}, {status.get('seconds', 0):.1f} s"

@@ -12,5 +12,6 @@ else
 fi
 "$python" -m ruff check .
 "$python" -m mypy
+jobs=${TEST_JOBS:-$(env -u OMP_NUM_THREADS nproc)}  # nproc answers OMP_NUM_THREADS where that is set
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # test processes share the cores
-exec "$python" -m pytest -n "${TEST_JOBS:-$(nproc)}" --dist worksteal "$@"
+exec "$python" -m pytest -n "$jobs" --dist worksteal "$@"

@@ -9,13 +9,17 @@ CHECKPOINT = "checkpoint"
 
 
 def name(check: str, batch: int | None = None) -> str:
-    """"hardware.<check>" or "hardware.<check>@batch<n>"."""
+    """ "hardware.<check>" or "hardware.<check>@batch<n>"."""
     return f"hardware.{check}" + ("" if batch is None else f"@batch{batch}")
 
 
 def hardware_checks(batches: Sequence[int], stage_batches: Sequence[int]) -> tuple[str, ...]:
     """Every check of `bench.hardware` for rollouts at `batches` and teacher-forced stages at `stage_batches`."""
-    return (name("registers"),
-            *(name(c, b) for b in stage_batches for c in ("numerics.per_stage", "numerics.exact")),
-            *(name(c, b) for b in batches for c in ("rollout.logits", "rollout.choices")),
-            name("repeat.bits", batches[-1]), name("transitions.bits"), name("abort.named"))
+    return (
+        name("registers"),
+        *(name(c, b) for b in stage_batches for c in ("numerics.per_stage", "numerics.probes", "numerics.exact")),
+        *(name(c, b) for b in batches for c in ("rollout.logits", "rollout.choices", "rollout.state")),
+        name("repeat.bits", batches[-1]),
+        *(name(c) for c in ("transitions.bits", "epochs.bits", "disturbed.bits", "groups.bits", "lifetimes.bits")),
+        name("abort.named"),
+    )

@@ -10,7 +10,8 @@ import hashlib
 import os
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from optkit.emit import layout as L
@@ -34,13 +35,21 @@ class KernelSpec:
     @classmethod
     def of(cls, plan: Plan) -> KernelSpec:
         """The specification of a Plan's kernel."""
-        return cls(plan.sms, plan.ring_slots, x_bytes(plan), bodies_of(plan),
-                   any(b.layout == "tagged" and b.klass != "mailbox" for b in plan.buffers))
+        return cls(
+            plan.sms,
+            plan.ring_slots,
+            x_bytes(plan),
+            bodies_of(plan),
+            any(b.layout == "tagged" and b.klass != "mailbox" for b in plan.buffers),
+        )
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel and its launch facts. `smem` is dynamic shared memory in bytes."""
+    """A compiled kernel and its launch facts.
+
+    `smem`: dynamic shared memory, bytes. `seconds`: what compiling took; `cached`: in an earlier run.
+    """
 
     spec: KernelSpec
     arch: str
@@ -50,6 +59,7 @@ class Kernel:
     cubin: bytes
     ptx: str
     seconds: float
+    cached: bool = field(default=False, compare=False)
 
     @property
     def params(self) -> tuple[tuple[str, int, int], ...]:
@@ -79,8 +89,16 @@ def compile_kernel(spec: KernelSpec, arch: str = "sm_90a", line_info: bool = Tru
     with tempfile.TemporaryDirectory(prefix="optkit-emit-") as tmp:
         options = f"--gpu-arch {arch} --keep-ptx --keep-cubin --dump-dir {tmp}"
         try:
-            cute.compile(kernel, Int64(0), Int64(0), Int32(0), Int32(0), Int32(0), make_fake_stream(),
-                         options=options + (" --generate-line-info" if line_info else ""))
+            cute.compile(
+                kernel,
+                Int64(0),
+                Int64(0),
+                Int32(0),
+                Int32(0),
+                Int32(0),
+                make_fake_stream(),
+                options=options + (" --generate-line-info" if line_info else ""),
+            )
         except Exception as e:  # the DSL raises many kinds; all mean that this specification cannot be built
             raise RuntimeError(f"emit: {arch}: the kernel does not compile: {e}") from e
         cubin = next(Path(tmp).glob("*.cubin")).read_bytes()
@@ -92,8 +110,14 @@ def compile_kernel(spec: KernelSpec, arch: str = "sm_90a", line_info: bool = Tru
 def smem_of(spec: KernelSpec) -> int:
     """Dynamic shared memory of the kernel: the allocations of megakernel.py in order, each at its alignment."""
     size = 0
-    for nbytes, align in ((spec.slots * L.SLOT, 1024), (spec.x_bytes, 128), (L.RED_BYTES, 128), (2 * L.DESC_WORDS * 8, 16),
-                          (L.MISC_BYTES, 16), (2 * spec.slots * 8, 16)):
+    for nbytes, align in (
+        (spec.slots * L.SLOT, 1024),
+        (spec.x_bytes, 128),
+        (L.RED_BYTES, 128),
+        (2 * L.DESC_WORDS * 8, 16),
+        (L.MISC_BYTES, 16),
+        (2 * spec.slots * 8, 16),
+    ):
         size = -(-size // align) * align + nbytes
     return size
 
@@ -102,22 +126,26 @@ def compile_cached(spec: KernelSpec, arch: str, cache: Path, line_info: bool = T
     """`compile_kernel`, kept in `cache` under the digest of specification, device sources and compiler version."""
     import json
 
-    key = hashlib.sha256(json.dumps([asdict(spec), arch, line_info, source_digest(), dsl_version()], sort_keys=True).encode())
+    key = hashlib.sha256(
+        json.dumps([asdict(spec), arch, line_info, source_digest(), dsl_version()], sort_keys=True).encode()
+    )
     at = cache / key.hexdigest()[:32]
     files = (at / "kernel.cubin", at / "kernel.ptx", at / "facts.json")
-    if all(f.exists() for f in files):
+    with suppress(OSError, ValueError, KeyError, TypeError):  # absent or damaged: compiled again
         facts = json.loads(files[2].read_text())
-        cubin = files[0].read_bytes()
-        if facts["sha256"] == hashlib.sha256(cubin).hexdigest():
-            return Kernel(spec, arch, facts["name"], facts["smem"], facts["threads"], cubin, files[1].read_text(),
-                          facts["seconds"])
+        cubin, ptx = files[0].read_bytes(), files[1].read_bytes()
+        if facts["sha256"] == hashlib.sha256(cubin + ptx).hexdigest():
+            return Kernel(spec, arch, facts["name"], facts["smem"], facts["threads"], cubin, ptx.decode(), facts["seconds"], cached=True)
     k = compile_kernel(spec, arch, line_info)
-    at.mkdir(parents=True, exist_ok=True)
-    facts = {"name": k.name, "smem": k.smem, "threads": k.threads, "seconds": k.seconds, "sha256": k.sha256}
-    for f, data in zip(files, (k.cubin, k.ptx.encode(), json.dumps(facts).encode()), strict=True):
-        tmp = f.with_suffix(f".{os.getpid()}")
-        tmp.write_bytes(data)
-        tmp.replace(f)
+    ptx = k.ptx.encode()
+    digest = hashlib.sha256(k.cubin + ptx).hexdigest()
+    facts = {"name": k.name, "smem": k.smem, "threads": k.threads, "seconds": k.seconds, "sha256": digest}
+    with suppress(OSError):  # a cache that cannot be written only costs the time
+        at.mkdir(parents=True, exist_ok=True)
+        for f, data in zip(files, (k.cubin, ptx, json.dumps(facts).encode()), strict=True):
+            tmp = f.with_suffix(f".{os.getpid()}")
+            tmp.write_bytes(data)
+            tmp.replace(f)
     return k
 
 

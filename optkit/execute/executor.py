@@ -17,7 +17,7 @@ from optkit.execute.memory import ExecutionError, Guard, Memory, poison_value
 from optkit.execute.runner import Tensors
 from optkit.execute.schedule import Scheduler
 from optkit.execute.weights import WeightStore
-from optkit.models.graph import Graph
+from optkit.models.graph import Graph, step_name
 from optkit.models.ops import StateTensor, WeightTensor
 from optkit.plan.types import Plan
 
@@ -136,10 +136,10 @@ class Executor:
 
     def _poison_new_rows(self) -> None:
         """NaN where this step's KV rows will go: an attention task that overtakes the insert is seen."""
-        slots = self.memory.inputs["slot_mapping"]
-        slots = slots[slots >= 0].long()
         for state in self.graph.states:
             if state.kind in ("kv", "kv_heads"):
+                slots = self.memory.inputs[step_name(self.memory.inputs, "slot_mapping", state.layer)]
+                slots = slots[slots >= 0].long()
                 cache = self.caches[state.name]
                 for t in cache if isinstance(cache, tuple) else (cache,):
                     t[slots // t.shape[1], slots % t.shape[1]] = poison_value(t.dtype)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from optkit.execute.weights import WeightStore
+from optkit.models.graph import step_name
 from optkit.models.ops import StateTensor
 from optkit.plan.types import Access, Buffer, Plan, Stage
 
@@ -186,8 +187,8 @@ class Memory:
             self.tags[name][r0:r1, lo:hi] = self.tag(self.stage)
 
     def input(self, name: str) -> torch.Tensor:
-        """A step input of the active rows."""
-        return self.inputs[name]
+        """A step input of the active rows, as the current stage's layer reads it."""
+        return self.inputs[step_name(self.inputs, name, self.plan.stages[self.stage].layer)]
 
     def cache(self, state: str) -> torch.Tensor:
         """The paged tensor bound to a State, to be read and written in place."""

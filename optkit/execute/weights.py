@@ -20,14 +20,14 @@ class WeightStore:
     """float32 views of the resident weights, cached by name and tile height."""
 
     def __init__(self, weights: Mapping[str, WeightTensor]) -> None:
-        self._source = weights
+        self.source = weights
         self._cache: dict[tuple[str, int], torch.Tensor] = {}
 
     def dense(self, name: str) -> torch.Tensor:
         """One plain weight in float32, its own shape."""
         key = (name, 0)
         if key not in self._cache:
-            w = self._source[name]
+            w = self.source[name]
             if not isinstance(w, torch.Tensor):
                 raise TypeError(f"weight {name!r} is MXFP4: expected a plain tensor")
             self._cache[key] = w.float()
@@ -50,7 +50,7 @@ class WeightStore:
 
     def expert_tiles(self, name: str, expert: int, rows: int) -> torch.Tensor:
         """One expert of a stack [E, out, in]: [out / rows, rows, in] float32."""
-        w = self._source[name]
+        w = self.source[name]
         stack = self._cache.get((name, 0))
         if stack is None and (w[0].numel() * 2 if isinstance(w, tuple) else w.numel()) * 4 <= EXPANDED_LIMIT:
             stack = self._cache[name, 0] = dequantise(*w, torch.float32) if isinstance(w, tuple) else w.float()

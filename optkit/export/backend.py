@@ -26,6 +26,14 @@ log = logging.getLogger("vllm.optkit")  # vLLM configures handlers for its own n
 STATS_ENV = "OPTKIT_STATS"
 
 
+GPU_BACKEND_MISSING = (
+    "decode backend: this version has none for a GPU inside vLLM; the kernel runs on one outside of it "
+    "(optkit.export.launch.GpuRunner, optkit.bench.hardware)"
+)
+"""The one reason that stands against every artifact on a GPU, until a DecodeBackend over GpuRunner takes vLLM's sharded
+weights and caches."""
+
+
 class DecodeBackend(Protocol):
     """Computes one new token for each of `rows` requests."""
 

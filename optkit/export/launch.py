@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import numpy as np
 import torch
 
 from optkit.emit import layout as L
-from optkit.emit.lower import Addresses, StateAddress, lower, sync_bytes
+from optkit.emit.lower import Addresses, StateAddress, lower, sync_bytes, sync_image
 from optkit.execute.contents import contents
-from optkit.models.graph import Graph
+from optkit.models.graph import Graph, State, step_name
 from optkit.plan.types import Plan
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32, "i64": torch.int64}
@@ -77,7 +78,11 @@ class Module:
             raise RuntimeError(f"cubin's parameters are {sizes} bytes, expected {self.FORMAT}")
         device = _check(cu.cuCtxGetDevice())
         attr = cu.CUfunction_attribute
-        _check(cu.cuKernelSetAttribute(attr.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, facts.smem, self.kernel, device))
+        _check(
+            cu.cuKernelSetAttribute(
+                attr.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, facts.smem, self.kernel, device
+            )
+        )
         self.registers = _check(cu.cuKernelGetAttribute(attr.CU_FUNC_ATTRIBUTE_NUM_REGS, self.kernel, device))
         self.local_bytes = _check(cu.cuKernelGetAttribute(attr.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, self.kernel, device))
         self.function = cu.CUfunction(int(self.kernel))
@@ -98,8 +103,10 @@ class Launch:
         from cuda.bindings import driver as cu
 
         self.module = module
-        self.buffers = [ctypes.create_string_buffer(struct.pack("<" + f, v), struct.calcsize(f))
-                        for f, v in zip(Module.FORMAT, values, strict=True)]
+        self.buffers = [
+            ctypes.create_string_buffer(struct.pack("<" + f, v), struct.calcsize(f))
+            for f, v in zip(Module.FORMAT, values, strict=True)
+        ]
         self.pointers = (ctypes.c_void_p * len(self.buffers))(*[ctypes.addressof(b) for b in self.buffers])
         c = self.config = cu.CUlaunchConfig()
         c.gridDimX, c.gridDimY, c.gridDimZ = module.facts.grid, 1, 1
@@ -118,6 +125,35 @@ class Launch:
         _check(cu.cuLaunchKernelEx(self.config, self.module.function, ctypes.addressof(self.pointers), 0))
 
 
+def state_address(state: State, cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> StateAddress:
+    """Where a bound cache lies, with its own strides: conv [slots, taps - 1, channels], recurrent [slots, heads, V, K], kv
+    [blocks, block_size, width], kv_heads (K, V) each [blocks, block_size, heads, dim].
+
+    Slots, blocks, rows and heads may be padded. What device code takes for granted is held here: elements of a row lie
+    side by side, a conv or recurrent slot is contiguous, and whatever is read 16 bytes at once starts at a multiple of
+    16 bytes. Raises ValueError naming the state and what was expected.
+    """
+    pages = cache if isinstance(cache, tuple) else (cache,)
+    found = []
+    for t in pages:
+        item = t.element_size()
+        strides = [n * item for n in t.stride()]
+        if state.kind in ("conv", "recurrent"):
+            if not t[0].is_contiguous():
+                raise ValueError(f"state {state.name}: strides {tuple(t.stride())} of shape {tuple(t.shape)}: expected the "
+                                 "elements of a slot side by side")
+            wide = [t.data_ptr(), strides[0]] if state.kind == "recurrent" else []
+        else:
+            if t.stride(-1) != 1:
+                raise ValueError(f"state {state.name}: stride {t.stride(-1)} within a row: expected 1")
+            wide = [t.data_ptr(), *strides[:-1]]
+        if any(x % 16 for x in wide):
+            raise ValueError(f"state {state.name}: address {t.data_ptr():#x}, strides {strides[:-1]} bytes: expected "
+                             "multiples of 16 bytes")
+        found.append((t.data_ptr(), strides[0], strides[1], strides[2] if len(pages) > 1 else 0))
+    return StateAddress(*found[0], v=found[1] if len(pages) > 1 else (0, 0, 0, 0))
+
+
 class GpuRunner:
     """A StageRunner on one GPU: whole steps, or slices from poisoned memory.
 
@@ -127,34 +163,62 @@ class GpuRunner:
         caches: State name -> paged CUDA tensor or (K, V); bound, not copied.
         module: the loaded cubin.
         max_blocks: width of the block table; positions: rows of the rotary table.
+        own: step inputs that single layers have for themselves, as "state_slot@3" (models.graph.step_name).
     """
 
-    def __init__(self, plan: Plan, graph: Graph, weights: Mapping[str, Any], caches: dict[str, Any], module: Module, *,
-                 max_blocks: int, block_size: int, positions: int):
+    def __init__(
+        self,
+        plan: Plan,
+        graph: Graph,
+        weights: Mapping[str, Any],
+        caches: dict[str, Any],
+        module: Module,
+        *,
+        max_blocks: int,
+        block_size: int,
+        positions: int,
+        own: Iterable[str] = (),
+    ):
         self.plan, self.graph, self.weights, self.caches, self.module = plan, graph, weights, caches, module
         self.device = torch.device("cuda", torch.cuda.current_device())
+        self._states = {s.name: s for s in graph.states}
         self.block_size, self.rows = block_size, 0
         self._keep: dict[bytes, torch.Tensor] = {}
         self.sync = torch.zeros(sync_bytes(plan), dtype=torch.uint8, device=self.device)
-        self.raw = {b.name: torch.zeros(-(-b.nbytes * b.copies // 16) * 16, dtype=torch.uint8, device=self.device)
-                    for b in plan.buffers if b.klass in ("activation", "scratch", "mailbox")}
+        self.raw = {
+            b.name: torch.zeros(-(-b.nbytes // 16) * 16, dtype=torch.uint8, device=self.device)
+            for b in plan.buffers
+            if b.klass in ("activation", "scratch", "mailbox")
+        }
         self.inputs = {k: torch.zeros(L.ROWS, dtype=t, device=self.device) for k, t in STEP_INPUTS.items()}
         self.inputs["block_table"] = torch.zeros((L.ROWS, max_blocks), dtype=torch.int32, device=self.device)
+        self.inputs |= {name: torch.zeros_like(self.inputs[name.partition("@")[0]]) for name in own}
         for b in plan.buffers:
             if b.klass == "input" and b.name not in self.inputs:
                 self.inputs[b.name] = torch.zeros((b.rows, b.width), dtype=DTYPES[b.dtype], device=self.device)
         content = contents(plan, graph)[-1].after
         self._outputs = {s.value: b for b, s in content.items() if s.kind == "value" and s.value in graph.outputs}
-        self._ids = {i: torch.zeros((L.ROWS, s.param("topk")), dtype=torch.int32, device=self.device)
-                     for i, s in enumerate(plan.stages) if s.body == "route"}
-        self.positions = positions
+        self._ids = {
+            i: torch.zeros((L.ROWS, s.param("topk")), dtype=torch.int32, device=self.device)
+            for i, s in enumerate(plan.stages)
+            if s.body == "route"
+        }
+        self.positions, self.disturbance = positions, (0, 0)
         self._lower()
         self.rt = torch.zeros(L.RT_WORDS, dtype=torch.int64, device=self.device)
         self._launches: dict[tuple[int, int], Launch] = {}
 
     def _lower(self) -> None:
-        addresses = Addresses(self._buffer, self._weight, self._state, self._constant, self.sync.data_ptr(), self.positions,
-                              {i: t.data_ptr() for i, t in self._ids.items()})
+        addresses = Addresses(
+            self._buffer,
+            self._weight,
+            self._state,
+            self._constant,
+            self._step,
+            self.sync.data_ptr(),
+            self.positions,
+            {i: t.data_ptr() for i, t in self._ids.items()},
+        )
         self.table = torch.from_numpy(lower(self.plan, addresses)).to(self.device)
 
     # ---- addresses
@@ -169,11 +233,10 @@ class GpuRunner:
         return (w[0].data_ptr(), w[1].data_ptr()) if isinstance(w, tuple) else w.data_ptr()
 
     def _state(self, name: str) -> StateAddress:
-        t = self.caches[name]
-        if isinstance(t, tuple):
-            (k, kb, kr, kh), v = ((x.data_ptr(), *(s * x.element_size() for s in x.stride()[:3])) for x in t)
-            return StateAddress(k, kb, kr, kh, v)
-        return StateAddress(t.data_ptr(), t.stride(0) * t.element_size(), t.stride(1) * t.element_size())
+        return state_address(self._states[name], self.caches[name])
+
+    def _step(self, name: str, layer: int) -> int:
+        return self.inputs[step_name(self.inputs, name, layer)].data_ptr()
 
     def _constant(self, array: np.ndarray) -> int:
         key = array.tobytes()
@@ -197,11 +260,21 @@ class GpuRunner:
         if rows != self.rows:
             words = np.zeros(L.RT_WORDS, np.int64)
             words[[L.RT_ROWS, L.RT_TABLE_STRIDE, L.RT_BLOCK_SIZE, L.RT_TIMEOUT]] = (
-                rows, self.inputs["block_table"].shape[1], self.block_size, TIMEOUT_NS)
-            for at, name in ((L.RT_TOKEN, "token"), (L.RT_SEQ_LEN, "seq_len"), (L.RT_BLOCK_TABLE, "block_table"),
-                             (L.RT_SLOT_MAPPING, "slot_mapping"), (L.RT_STATE_SLOT, "state_slot")):
+                rows,
+                self.inputs["block_table"].shape[1],
+                self.block_size,
+                TIMEOUT_NS,
+            )
+            for at, name in (
+                (L.RT_TOKEN, "token"),
+                (L.RT_SEQ_LEN, "seq_len"),
+                (L.RT_BLOCK_TABLE, "block_table"),
+                (L.RT_SLOT_MAPPING, "slot_mapping"),
+                (L.RT_STATE_SLOT, "state_slot"),
+            ):
                 words[at] = self.inputs[name].data_ptr()
             words[L.RT_SYNC] = self.sync.data_ptr()
+            words[[L.RT_DELAY, L.RT_SHUFFLE]] = self.disturbance
             self.rt.copy_(torch.from_numpy(words))
             self.rows = rows
 
@@ -209,7 +282,9 @@ class GpuRunner:
         """Enqueue stages [first, last) on the current stream; no synchronisation, so it may be captured."""
         key = (first, len(self.plan.stages) if last is None else last)
         if key not in self._launches:
-            self._launches[key] = self.module.prepare(self.table.data_ptr(), self.rt.data_ptr(), len(self.plan.stages), *key)
+            self._launches[key] = self.module.prepare(
+                self.table.data_ptr(), self.rt.data_ptr(), len(self.plan.stages), *key
+            )
         self._launches[key]()
 
     def raise_if_aborted(self) -> None:
@@ -230,6 +305,17 @@ class GpuRunner:
                 where += f", stage {stage} {names[stage]!r}, wait {got['edge']}; it waits for {', '.join(waits)}"
         raise KernelAbort(f"launch {self.epoch} of plan {self.plan.name!r} gave up: {what}, {where}")
 
+    def poison(self) -> None:
+        """Fill the workspace with 0xFF: NaN in every float, a tag that no launch writes."""
+        for t in self.raw.values():
+            t.fill_(0xFF)
+
+    def start_at(self, epoch: int) -> None:
+        """Go on as if `epoch` launches had been: tests what wraps. Raises ValueError for an epoch that has been already."""
+        if epoch < self.epoch:
+            raise ValueError(f"epoch={epoch}: {self.epoch} launches have been, and their tags are in the buffers")
+        self.sync.copy_(torch.from_numpy(sync_image(self.plan, epoch)))
+
     def reset(self) -> None:
         """Forget an aborted launch: counters, epoch, abort and health words start again from zero."""
         self.sync.zero_()
@@ -243,6 +329,14 @@ class GpuRunner:
         self._lower()
         self.rows = 0
         self._launches.clear()
+
+    def disturb(self, delay: int = 0, shuffle: tuple[int, int] = (0, 0)) -> None:
+        """Pauses seeded by `delay`, and CTA i playing SM (a i + b) mod grid; zeros: none. Results must keep their bits."""
+        a, b = shuffle
+        if a and gcd(a, self.plan.sms) != 1:
+            raise ValueError(f"shuffle: {a} and {self.plan.sms} CTAs have a common divisor: two would play one SM")
+        self.disturbance = (delay & 0x7FFFFFFF, a | b << 32 if a else 0)
+        self.rows = 0  # written with the next step's row count
 
     @contextmanager
     def without_signal(self, stage: int) -> Iterator[None]:
@@ -276,16 +370,20 @@ class GpuRunner:
 
     def choices(self) -> dict[str, torch.Tensor]:
         """Top-k choices of the last step by ids value, i32 [rows, topk]."""
-        return {self.graph.op(self.plan.stages[i].ops[0]).outputs[0]: t[: self.rows].clone() for i, t in self._ids.items()}
+        return {
+            self.graph.op(self.plan.stages[i].ops[0]).outputs[0]: t[: self.rows].clone() for i, t in self._ids.items()
+        }
 
-    def run_stages(self, first: int, last: int, inputs: Mapping[str, torch.Tensor],
-                   inject: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def run_stages(
+        self, first: int, last: int, inputs: Mapping[str, torch.Tensor], inject: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """Stages [first, last) from poisoned memory; see StageRunner.run_stages."""
         self.bind(inputs)
-        for t in self.raw.values():
-            t.fill_(0xFF)
+        self.poison()
         epoch = self.epoch + 1
-        readers = {e.buffer: e.src for i in range(first, last) for e in self.plan.waits[i] if e.kind == "raw" and e.src < first}
+        readers = {
+            e.buffer: e.src for i in range(first, last) for e in self.plan.waits[i] if e.kind == "raw" and e.src < first
+        }
         for name, value in inject.items():
             self.write(name, value, L.tag(epoch, readers.get(name, 0)))
         self.launch(first, last)
@@ -314,7 +412,9 @@ class GpuRunner:
             self.inputs[name][: value.shape[0]].copy_(value)
             return
         b = self.plan.buffer[name]
-        full = torch.zeros(((b.ranks,) if b.ranks else ()) + (b.rows, b.width), dtype=DTYPES[b.dtype], device=self.device)
+        full = torch.zeros(
+            ((b.ranks,) if b.ranks else ()) + (b.rows, b.width), dtype=DTYPES[b.dtype], device=self.device
+        )
         rows = min(value.shape[-2], b.rows)
         full[..., :rows, :] = value[..., :rows, :].to(device=self.device, dtype=full.dtype)
         flat = full.reshape(-1).view(torch.uint8)
@@ -323,5 +423,6 @@ class GpuRunner:
             return
         words = self.raw[name][: 2 * flat.numel()].view(-1, 16)
         words[:, :8].copy_(flat.view(-1, 8))
-        words[:, 8:].copy_(torch.tensor([tag], dtype=torch.int64, device=self.device).view(torch.uint8).expand(len(words), 8))
-
+        words[:, 8:].copy_(
+            torch.tensor([tag], dtype=torch.int64, device=self.device).view(torch.uint8).expand(len(words), 8)
+        )

@@ -309,7 +309,7 @@ def set_verdict(directory: str | os.PathLike[str], verdict: Verdict) -> Artifact
 def _parse_manifest(root: Path, data: bytes) -> Manifest:
     try:
         raw = json.loads(data)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ArtifactError(f"artifact {root}: {MANIFEST} is not JSON ({e})") from None
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if schema != SCHEMA:

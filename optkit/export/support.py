@@ -17,7 +17,7 @@ from optkit.export.manifest import CUBIN, Constant, Manifest
 class Facts:
     """What the engine is going to run. `features` names what is switched on and changes a decode step."""
 
-    device: str  # cpu | cuda
+    device: str  # cpu | cuda (any accelerator; `arch` says which)
     vllm: str
     architectures: tuple[str, ...]
     config_digest: str
@@ -33,6 +33,7 @@ class Facts:
     arch: str = ""  # cuda only: sm_90a, ...
     sms: int = 0  # cuda only
     features: tuple[str, ...] = field(default=())
+    model_error: str = ""  # why no decode step could be made of the checkpoint's config.json; shape is empty then
 
 
 def unsupported(m: Manifest, f: Facts) -> list[str]:
@@ -51,12 +52,14 @@ def unsupported(m: Manifest, f: Facts) -> list[str]:
     need(_release(low) <= _release(f.vllm) < _release(high), "vLLM version", f.vllm, f">={low},<{high}")
     need(bool(set(f.architectures) & set(s.architectures)), "architecture", _join(f.architectures),
          _join(s.architectures))
-    for key in sorted(set(s.shape) | set(f.shape)):
-        a, b = f.shape.get(key), s.shape.get(key)
-        need(a == b, f"model constant {key}", a, b)
+    if f.model_error:
+        out.append(f"model: {f.model_error}")
+    else:
+        for key in sorted(set(s.shape) | set(f.shape)):
+            need(f.shape.get(key) == s.shape.get(key), f"model constant {key}", f.shape.get(key), s.shape.get(key))
+        for key in sorted(set(s.dtypes) | set(f.dtypes)):
+            need(f.dtypes.get(key) == s.dtypes.get(key), f"{key} dtype", f.dtypes.get(key), s.dtypes.get(key))
     need(f.config_digest == s.config_digest, "config.json digest", f.config_digest[:16], s.config_digest[:16])
-    for key in sorted(set(s.dtypes) | set(f.dtypes)):
-        need(f.dtypes.get(key) == s.dtypes.get(key), f"{key} dtype", f.dtypes.get(key), s.dtypes.get(key))
     need(f.tp == s.tp, "tensor parallel size", f.tp, s.tp)
     need(f.pp == s.pp, "pipeline parallel size", f.pp, s.pp)
     need(s.rank is None or f.rank == s.rank, "tensor parallel rank", f.rank, s.rank)

@@ -10,7 +10,6 @@ Runs inside vLLM (0.32, 0.33) only.
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,67 +21,25 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_conv_copy_spec, get
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 from vllm.model_executor.models.llama import LlamaForCausalLM as VllmLlamaForCausalLM
 
-from optkit.export.backend import CpuBackend, DecodeBackend, StepCounter, TorchBackend, log
-from optkit.export.manifest import Artifact
-from optkit.export.support import block_size_reasons, unsupported
+from optkit.export.backend import CpuBackend, DecodeBackend, TorchBackend
 from optkit.export.vllm_caches import Caches
-from optkit.export.vllm_config import Options, facts, graph_of, raw_config
+from optkit.export.vllm_config import graph_of, raw_config
+from optkit.export.vllm_session import Session
 from optkit.models import checkpoint
-
-
-class Session:
-    """One model's decision: the artifact in use (or None) and why. Raises where the options demand what cannot be."""
-
-    def __init__(self, config: VllmConfig, fallback: str) -> None:
-        self.raw = raw_config(config)
-        self.graph = graph_of(config, self.raw)
-        self.fallback = fallback
-        self.artifact: Artifact | None = None
-        self.counter = StepCounter()
-        self.options = Options.of(config)
-        if self.options is None:
-            return
-        artifact = self.options.load(config)
-        if not self.refused(artifact, unsupported(artifact.manifest, facts(config, self.raw, self.graph))):
-            self.artifact = artifact
-            self.counter.artifact = artifact.digest
-            log.info("optkit: artifact %s active for decode steps, digest %s, verdict: %s", artifact.path,
-                     artifact.digest, artifact.manifest.verdict.status)
-            atexit.register(lambda: log.info("optkit: %s", self.counter.summary()))
-        self.counter.save()
-
-    def refused(self, artifact: Artifact, reasons: list[str]) -> bool:
-        """Says why, once, if there are reasons. Raises ValueError with all of them where the artifact is required."""
-        if not reasons:
-            return False
-        if self.options is not None and self.options.mode == "require":
-            raise ValueError(f"optkit: artifact {artifact.path} is required but cannot be used:\n"
-                             + "\n".join(f"  - {r}" for r in reasons))
-        log.warning("optkit: artifact %s is not used, %s runs every step, because: %s", artifact.path, self.fallback,
-                    "; ".join(reasons))
-        self.artifact = None
-        self.counter.artifact, self.counter.reasons = "", tuple(reasons)
-        self.counter.save()
-        return True
-
-    def settled(self, block_size: int) -> None:
-        """The last requirement, known only when vLLM has allocated the caches."""
-        if self.artifact is not None:
-            self.refused(self.artifact, block_size_reasons(self.artifact.manifest, block_size))
 
 
 class OptkitForCausalLM(nn.Module):
     """What both architectures share. `forward` gives logits already, `compute_logits` passes them on."""
 
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", session: Session | None = None) -> None:
         super().__init__()
         dtype = vllm_config.model_config.dtype
         if dtype != torch.bfloat16:
             raise ValueError(f"dtype: {dtype}: optkit's CPU model computes in bfloat16 only; pass --dtype bfloat16")
         if vllm_config.parallel_config.world_size != 1:
             raise ValueError("optkit's CPU model runs on one rank only; tensor and pipeline parallel size must be 1")
-        self.session = self._session(vllm_config)
-        self.graph = self.session.graph
+        self.session = session or Session(vllm_config, "optkit's own torch model")
+        self.graph = graph_of(vllm_config, raw_config(vllm_config))
         self.weights: dict[str, Any] = {}
         self.caches = Caches(self.graph, prefix, vllm_config)
         for cache in self.caches.paged.values():
@@ -90,9 +47,6 @@ class OptkitForCausalLM(nn.Module):
         self.bound: tuple[int, ...] = ()
         self.torch_backend: DecodeBackend
         self.artifact_backend: DecodeBackend | None = None
-
-    def _session(self, vllm_config: VllmConfig) -> Session:
-        return Session(vllm_config, "optkit's own torch model")
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Every tensor of the graph, or one error that names each missing, misshapen, mistyped or unexpected one."""
@@ -159,18 +113,14 @@ class KimiK3ForCausalLM(OptkitForCausalLM, HasInnerState, IsHybrid):
         return get_conv_copy_spec, get_temporal_copy_spec
 
 
-class LlamaForCausalLM(OptkitForCausalLM):
-    """Llama through optkit where an artifact is named and fits; otherwise vLLM's own class is built in its place."""
+class LlamaForCausalLM(VllmLlamaForCausalLM):
+    """vLLM's own Llama, unless an artifact is named and fits: then optkit's model is built in its place.
 
-    def __new__(cls, *, vllm_config: VllmConfig, prefix: str = "") -> Any:
-        if Options.of(vllm_config) is None:
-            return VllmLlamaForCausalLM(vllm_config=vllm_config, prefix=prefix)
+    A subclass, so that all that vLLM derives from its class (adapters, interfaces) is as without optkit.
+    """
+
+    def __new__(cls, *args: Any, vllm_config: VllmConfig, prefix: str = "", **more: Any) -> Any:
         session = Session(vllm_config, "vLLM's own model")
         if session.artifact is None:
-            return VllmLlamaForCausalLM(vllm_config=vllm_config, prefix=prefix)
-        model = super().__new__(cls)
-        model.__dict__["decided"] = session  # __init__ runs next; nn.Module cannot take attributes before it
-        return model
-
-    def _session(self, vllm_config: VllmConfig) -> Session:
-        return self.__dict__["decided"]
+            return super().__new__(cls, *args, vllm_config=vllm_config, prefix=prefix, **more)
+        return OptkitForCausalLM(vllm_config=vllm_config, prefix=prefix, session=session)

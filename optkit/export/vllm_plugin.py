@@ -19,15 +19,28 @@ CPU_OVERRIDES = {
     "attention backend of these models": "optkit.export.vllm_caches: only lays out and addresses vLLM's paged caches; "
     "any block size.",
 }
-"""Everything that differs from stock vLLM on the CPU. On a GPU vLLM is unpatched. (docs/vllm.md repeats this.)"""
+"""Everything that differs from stock vLLM on the CPU. (docs/vllm.md repeats this.)"""
+
+OWN_CLASSES = {
+    "KimiK3ForConditionalGeneration": "vllm.models.kimi_k3",
+    "KimiLinearForCausalLM": "vllm.models.kimi_k3",
+    "LlamaForCausalLM": "vllm.model_executor.models.llama",
+}
+"""Where vLLM keeps its own classes of the architectures covered. Elsewhere than on the CPU each gets a subclass that
+asks whether an artifact was named and otherwise changes nothing (optkit.export.vllm_guard)."""
 
 
 def register() -> None:
-    """Register the CPU model classes. Safe to call any number of times."""
-    from vllm import ModelRegistry
+    """Register the model classes of this platform. Safe to call any number of times."""
+    import vllm
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    registry = vllm.ModelRegistry
+    if current_platform.is_cpu():
+        for arch, path in CPU_ARCHITECTURES.items():
+            registry.register_model(arch, path)
         return
-    for arch, path in CPU_ARCHITECTURES.items():
-        ModelRegistry.register_model(arch, path)
+    known = registry.get_supported_archs()
+    for arch in OWN_CLASSES:
+        if arch in known:  # another vLLM may have none of this name: then there is nothing to guard
+            registry.register_model(arch, f"optkit.export.vllm_guard:{arch}@{vllm.__version__}")

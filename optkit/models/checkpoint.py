@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
@@ -27,10 +28,16 @@ from optkit.models.config import ConfigError
 from optkit.models.graph import Graph, Weight
 from optkit.models.packing import Region, Resident, Source
 from optkit.models.random_weights import has_tied_head, random_weight
+from optkit.models.token_classes import token_classes, write_tokenizer
+from optkit.models.tokenizer import write_word_tokenizer
 
 INDEX = "model.safetensors.index.json"
 DTYPE_NAMES = {"BF16": "bf16", "F32": "f32", "U8": "u8", "F16": "f16", "F64": "f64", "I32": "i32", "I64": "i64"}
-TORCH_DTYPE = {"bf16": torch.bfloat16, "f32": torch.float32, "u8": torch.uint8}
+DTYPE_NAMES |= {"I8": "i8", "F8_E4M3": "e4m3", "F8_E8M0": "e8m0"}
+TORCH_DTYPE = {"bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32, **packing.STORED_BYTES}
+TORCH_DTYPE |= {"e4m3": torch.float8_e4m3fn}
+TOKENIZER = "tokenizer.json"
+"""Stands among the tensors as one: the classes of its tokens, for families that read them."""
 TAIL = 128
 """A vector stored with a padded tail is written as the next multiple of 128 elements, as published files have it."""
 
@@ -87,6 +94,9 @@ def _shards(directory: Path, problems: list[str]) -> dict[str, set[str] | None]:
             weight_map = json.loads(index.read_text())["weight_map"]
             promised: dict[str, set[str] | None] = {}
             for name, file in weight_map.items():
+                if not isinstance(file, str) or Path(file).name != file:  # never a file outside the checkpoint
+                    problems.append(f"{index}: {name}: {file!r}: expected the name of a file beside the index")
+                    continue
                 names = promised.setdefault(file, set())
                 assert names is not None
                 names.add(name)
@@ -105,7 +115,8 @@ class Checkpoint:
 
     def __init__(self, directory: str | Path, module: ModuleType) -> None:
         self.directory, self.module = Path(directory), module
-        self.problems: list[str] = []
+        self.problems: list[str] = []  # files that are damaged or absent: what they held is not known
+        self.misplaced: list[str] = []  # what the index says against the headers
         self.found: dict[str, Found] = {}
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
@@ -124,10 +135,22 @@ class Checkpoint:
             self._files[file] = handle
             names = set(handle.keys())
             for name in sorted((promised or set()) - names):
-                self.problems.append(f"{path}: {name}: missing: {INDEX} places it in this file")
+                self.misplaced.append(f"{path}: {name}: missing: {INDEX} places it in this file")
             for name in sorted(names):
                 self._note(file, name, handle)
+        self._note_tokenizer()
         return self
+
+    def _note_tokenizer(self) -> None:
+        path = self.directory / TOKENIZER
+        if not getattr(self.module, "READS_TOKENIZER", False) or not path.exists():
+            return
+        try:
+            self._classes = token_classes(path)
+        except ValueError as e:
+            self.problems.append(str(e))
+            return
+        self.found[TOKENIZER] = Found(TOKENIZER, TOKENIZER, tuple(self._classes.shape), "i32")
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
@@ -137,13 +160,15 @@ class Checkpoint:
         view = handle.get_slice(stored)
         if name in self.found:
             other = self.found[name]
-            self.problems.append(f"{name}: stored twice, in {other.file} and {file}: expected once")
+            self.misplaced.append(f"{name}: stored twice, in {other.file} and {file}: expected once")
         dtype = view.get_dtype()
         self.found[name] = Found(file, stored, tuple(view.get_shape()), DTYPE_NAMES.get(dtype, dtype))
 
     def read(self, name: str, region: Region) -> Tensor:
         """A part of a tensor, contiguous."""
         where = self.found[name]
+        if name == TOKENIZER:
+            return self._classes
         try:
             return self._files[where.file].get_slice(where.stored_name)[region].contiguous()
         except (SafetensorError, OSError) as e:
@@ -162,6 +187,8 @@ def _mistakes(graph: Graph, found: Mapping[str, Found], module: ModuleType) -> I
         shape = (
             (source.shape[0], *have.shape[1:]) if source.longer and have.shape[:1] >= source.shape[:1] else have.shape
         )
+        if name == TOKENIZER and have.shape <= source.shape:
+            shape = source.shape  # embeddings are padded beyond the tokenizer; the ids behind it never occur
         if shape != source.shape:
             least = "at least " if source.longer else ""
             yield f"{name}: shape {list(have.shape)} in {have.file}: expected {least}{list(source.shape)}"
@@ -187,6 +214,20 @@ def compare_config(graph: Graph, config_json: Mapping[str, Any]) -> list[str]:
     return [f"config.json: {k}: {v!r}: expected {ours[k]!r}, as planned" for k, v in theirs.items() if v != ours[k]]
 
 
+def _verify(checkpoint: Checkpoint, graph: Graph) -> None:
+    problems = compare_config(graph, read_config(checkpoint.directory)) + checkpoint.problems + checkpoint.misplaced
+    if not checkpoint.problems:
+        problems += _mistakes(graph, checkpoint.found, checkpoint.module)
+    if problems:
+        raise CheckpointError("\n".join(problems))
+
+
+def verify(directory: str | Path, graph: Graph) -> None:
+    """Hold config.json and every header against the graph; reads no weight. Raises CheckpointError as `load` does."""
+    with Checkpoint(directory, families.FAMILIES[graph.family]) as checkpoint:
+        _verify(checkpoint, graph)
+
+
 def load(directory: str | Path, target: Any, tp: int = 1, rank: int = 0) -> dict[str, Resident]:
     """One rank's resident weights by name; "mxfp4" weights are (packed, scales).
 
@@ -197,11 +238,7 @@ def load(directory: str | Path, target: Any, tp: int = 1, rank: int = 0) -> dict
     module = families.FAMILIES[graph.family]
     ranks, rank = _parallel(graph)
     with Checkpoint(directory, module) as checkpoint:
-        problems = compare_config(graph, read_config(directory)) + checkpoint.problems
-        if not checkpoint.problems:
-            problems += _mistakes(graph, checkpoint.found, module)
-        if problems:
-            raise CheckpointError("\n".join(problems))
+        _verify(checkpoint, graph)
         return {w.name: packing.pack(w, ranks, rank, checkpoint.read) for w in graph.weights}
 
 
@@ -224,6 +261,11 @@ def _stored_shape(source: Source) -> tuple[int, ...]:
     return (-(-source.shape[0] // TAIL) * TAIL, *source.shape[1:]) if source.longer else source.shape
 
 
+def _blank(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """All bits zero, also for types that have no zero."""
+    return torch.zeros(*shape[:-1], shape[-1] * dtype.itemsize, dtype=torch.uint8).view(dtype)
+
+
 def _groups(weights: tuple[Weight, ...]) -> list[list[Weight]]:
     """Weights that share checkpoint tensors, together."""
     groups: dict[tuple[str, ...], list[Weight]] = {}
@@ -238,11 +280,7 @@ def random_tensors(config_json: Mapping[str, Any], seed: int = 0) -> Iterator[di
     config = module.Config.from_hf(config_json)
     tied = has_tied_head(module.build(config, rows=1))
     for group in _groups(checkpoint_weights(module, config)):
-        out = {
-            s.name: torch.zeros(_stored_shape(s), dtype=TORCH_DTYPE[s.dtype])
-            for w in group
-            for s in packing.sources(w, 1)
-        }
+        out = {s.name: _blank(_stored_shape(s), TORCH_DTYPE[s.dtype]) for w in group for s in packing.sources(w, 1)}
 
         def write(name: str, region: Region, part: Tensor, out: dict[str, Tensor] = out) -> None:
             if all(s == slice(None) for s in region):
@@ -255,7 +293,8 @@ def random_tensors(config_json: Mapping[str, Any], seed: int = 0) -> Iterator[di
 
 
 def write_random(directory: str | Path, config_json: Mapping[str, Any], seed: int = 0, shards: int = 1) -> Path:
-    """Writes config.json and random safetensors (with an index where shards > 1) for any config of a known family.
+    """Writes config.json, random safetensors (with an index where shards > 1) and a tokenizer of the words t0 t1 ...,
+    for any config of a known family.
 
     A wrapper config (text_config) gets wrapper names. The directory must not exist or be empty; it appears only when
     complete. Raises ConfigError for a config that no family takes, ValueError for a used directory.
@@ -266,12 +305,26 @@ def write_random(directory: str | Path, config_json: Mapping[str, Any], seed: in
     if shards < 1:
         raise ValueError(f"shards: {shards}: expected >= 1")
     module = families.family_of(config_json)
+    module.Config.from_hf(config_json)  # raises before anything is written
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        _write_into(partial, module, config_json, seed, shards)
+        partial.chmod(0o755)  # mkdtemp makes it private
+        if directory.exists():
+            directory.rmdir()
+        os.replace(partial, directory)
+    except BaseException:  # a full disk, Ctrl-C: no half checkpoint stays
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return directory
+
+
+def _write_into(partial: Path, module: ModuleType, config_json: Mapping[str, Any], seed: int, shards: int) -> None:
+    """The files of `write_random`, into an empty directory."""
     prefix = module.WRAPPER_PREFIX if "text_config" in config_json else ""
     whole = checkpoint_weights(module, module.Config.from_hf(config_json))
     limit = sum(w.nbytes for w in whole) / shards
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     batch: dict[str, Tensor] = {}
     weight_map: dict[str, str] = {}
     written = 0
@@ -284,6 +337,8 @@ def write_random(directory: str | Path, config_json: Mapping[str, Any], seed: in
             save_file(batch, partial / names[index], metadata={"format": "pt"})
             batch = {}
             index += 1
+        if TOKENIZER in group:
+            write_tokenizer(partial / TOKENIZER, group.pop(TOKENIZER))
         for name, t in group.items():
             batch[prefix + name] = t
             weight_map[prefix + name] = names[index]
@@ -293,7 +348,5 @@ def write_random(directory: str | Path, config_json: Mapping[str, Any], seed: in
         body = {"metadata": {"total_size": written}, "weight_map": weight_map}
         (partial / INDEX).write_text(json.dumps(body, indent=1, sort_keys=True))
     (partial / "config.json").write_text(json.dumps(config_json, indent=2))
-    if directory.exists():
-        directory.rmdir()
-    os.replace(partial, directory)
-    return directory
+    if not getattr(module, "READS_TOKENIZER", False):  # then it stands among the tensors and was written with them
+        write_word_tokenizer(partial, config_json.get("text_config", config_json)["vocab_size"])

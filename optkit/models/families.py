@@ -9,11 +9,11 @@ from importlib import resources
 from types import ModuleType
 from typing import Any
 
-from optkit.models import kimi_k3, llama
+from optkit.models import deepseek_v41, kimi_k3, llama
 from optkit.models.config import ConfigError
 
 FAMILIES: dict[str, ModuleType] = {
-    model_type: module for module in (kimi_k3, llama) for model_type in module.MODEL_TYPES
+    model_type: module for module in (deepseek_v41, kimi_k3, llama) for model_type in module.MODEL_TYPES
 }
 """model_type -> module with FAMILY, Config (from_hf) and build."""
 

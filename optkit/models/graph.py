@@ -7,12 +7,14 @@ width n is a tensor [rows, n]. Plain data, hashable, no torch.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
 DTYPE_BYTES = {"bf16": 2, "f32": 4, "i32": 4, "i64": 8}
 MX_GROUP = 32
-"""Columns that share one ue8m0 scale in an "mxfp4" weight."""
+"""Columns that share one ue8m0 scale in an "mxfp4" or "mxfp8" weight; side of a tile of an "fp8_block" weight."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,11 @@ class Weight:
     ``model.layers.3.self_attn.q_proj.weight``; ``{}`` stands for every index of the stack); `pack` names the
     reversible packing that makes the resident tensor from them (see models/packing.py) and `pack_args` holds its
     constants. `shape` is the resident shape on this rank, [out, in] for matrices, [E, out, in] for stacked experts.
-    dtype "mxfp4": two resident tensors, packed uint8 [..., in/2] and ue8m0 scales uint8 [..., in/32]. `shard` is the
-    axis of the resident tensor that is cut into equal parts across the tensor-parallel ranks (-1: every rank holds
-    all of it).
+    dtype "mxfp4": two resident tensors, packed uint8 [..., in/2] and ue8m0 scales uint8 [..., in/32]; "mxfp8": e4m3
+    [out, in] and ue8m0 scales uint8 [out, in/32]; "fp8_block": the same elements with one ue8m0 scale per tile of 32
+    rows and 32 columns, uint8 [ceil(out/32), ceil(in/32)]. `shard` is the axis of the resident tensor that is cut into
+    equal parts across the tensor-parallel ranks (-1: every rank holds all of it). `place` "host": a table too large
+    for the device, of which a step gathers a few rows; it stays in mapped host memory and counts no device bytes.
     """
 
     name: str
@@ -48,24 +52,39 @@ class Weight:
     pack: str = "plain"
     shard: int = -1
     pack_args: tuple[tuple[str, int], ...] = ()
+    place: str = "device"
 
     @property
     def nbytes(self) -> int:
-        n = 1
-        for s in self.shape:
-            n *= s
-        return n // 2 + n // 32 if self.dtype == "mxfp4" else n * DTYPE_BYTES[self.dtype]
+        n = math.prod(self.shape)
+        if self.dtype == "mxfp4":
+            return n // 2 + n // MX_GROUP
+        if self.dtype == "mxfp8":
+            return n + n // MX_GROUP
+        if self.dtype == "fp8_block":
+            return n + math.prod(-(-s // MX_GROUP) for s in self.shape)
+        return n * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class State:
-    """Persistent tensors that vLLM owns. `shape` is per slot (recurrent) or per token (kv)."""
+    """Persistent tensors that vLLM owns. `shape` is per slot (conv, recurrent, ring) or per row (kv, kv_heads).
+
+    kv rows stand for `ratio` tokens each: row t of a request (tokens t * ratio to t * ratio + ratio - 1) lies in page
+    block_table[t // n] at offset t % n, n = block_size / ratio rows of a page. Only the last `window` tokens are read
+    where `window` > 0, so older pages may be null. `format` names the grid that the rows are rounded to when they are
+    written (models/ops/cache_formats.py); `dtype` holds those values without a further rounding. A ring holds the
+    last shape[0] rows of a request: position p at index p mod shape[0] of its slot.
+    """
 
     name: str  # e.g. "L3.kv"
-    kind: str  # conv | recurrent | kv (paged rows: [blocks, block_size, width]) | kv_heads (paged K and V per kv head)
+    kind: str  # conv | recurrent | ring | kv (paged rows [blocks, n, width]) | kv_heads (paged K and V per kv head)
     shape: tuple[int, ...]
     dtype: str
     layer: int
+    ratio: int = 1
+    window: int = 0
+    format: str = "none"
 
 
 @dataclass(frozen=True)
@@ -97,8 +116,9 @@ class Graph:
 
     `inputs` are step inputs by vLLM: "token" (i32 [rows]), "seq_len" (i32 [rows], length including the new
     token), "block_table" (i32 [rows, max_blocks]), "slot_mapping" (i64 [rows], flat position of the new KV row,
-    negative = padding), "state_slot" (i32 [rows], <= 0 = padding); for a later pipeline stage also the prefix and
-    saved rows. `layers` is the half-open range of layers this graph covers.
+    negative = padding), "state_slot" (i32 [rows], <= 0 = padding); where ops look back at earlier tokens "lookback"
+    (i32 [rows, k], tokens at positions p-1 .. p-k, -1 before the sequence); for a later pipeline stage also the prefix
+    and saved rows. `layers` is the half-open range of layers this graph covers.
     """
 
     name: str
@@ -139,6 +159,29 @@ class Graph:
         return cache[what]
 
 
+PER_GROUP = ("block_table", "slot_mapping", "state_slot")
+"""Step inputs that a cache group of vLLM may have for itself."""
+
+
+def step_name(inputs: Container[str], name: str, layer: int) -> str:
+    """The step input that a layer reads: "state_slot@3" if there is one for layer 3 alone, else "state_slot".
+
+    vLLM splits the layers of a hybrid model into cache groups, each with a block table, slot mapping and state slots of
+    its own.
+    """
+    own = f"{name}@{layer}"
+    return own if own in inputs else name
+
+
+def state_input(inputs: Container[str], name: str, state: State) -> str:
+    """The step input through which a state is reached: "block_table@L2.compressed", "block_table@2" or "block_table".
+
+    A layer may read states of several cache groups (its own window, another layer's compressed rows).
+    """
+    own = f"{name}@{state.name}"
+    return own if own in inputs else step_name(inputs, name, state.layer)
+
+
 class Builder:
     """Collects a Graph op by op; every `add` returns the names of the op's outputs."""
 
@@ -149,13 +192,15 @@ class Builder:
         self.ops: list[Op] = []
 
     def weight(self, name: str, shape: tuple[int, ...], dtype: str = "bf16", source: tuple[str, ...] | None = None,
-               pack: str = "plain", shard: int = -1, pack_args: dict[str, int] | None = None) -> str:
+               pack: str = "plain", shard: int = -1, pack_args: dict[str, int] | None = None,
+               place: str = "device") -> str:
         args = tuple(sorted((pack_args or {}).items()))
-        self.weights[name] = Weight(name, shape, dtype, source or (name,), pack, shard, args)
+        self.weights[name] = Weight(name, shape, dtype, source or (name,), pack, shard, args, place)
         return name
 
-    def state(self, name: str, kind: str, shape: tuple[int, ...], dtype: str, layer: int) -> str:
-        self.states[name] = State(name, kind, shape, dtype, layer)
+    def state(self, name: str, kind: str, shape: tuple[int, ...], dtype: str, layer: int, *, ratio: int = 1,
+              window: int = 0, format: str = "none") -> str:
+        self.states[name] = State(name, kind, shape, dtype, layer, ratio, window, format)
         return name
 
     def add(self, name: str, kind: str, inputs: tuple[str, ...], outputs: tuple[tuple[str, int, str], ...], *,

@@ -28,7 +28,7 @@ class Source:
 
     name: str
     shape: tuple[int, ...]
-    dtype: str  # bf16 | f32 | u8
+    dtype: str  # bf16 | f32 | i32 | u8 | i8 | e4m3 | e8m0
     longer: bool = False
 
 
@@ -120,16 +120,20 @@ def _kv_b(role: str) -> Packing:
     return Packing(source, pack, unpack)
 
 
-def _experts() -> Packing:
-    """Per-expert packed and scale tensors -> stacks uint8 [E, out, in/2] and [E, out, in/32]."""
-    per_column = (2, MX_GROUP)
+STORED_BYTES = {"u8": torch.uint8, "i8": torch.int8, "e8m0": torch.float8_e8m0fnu}
+"""Types that a checkpoint gives to what is kept resident as plain bytes."""
+
+
+def _experts(packed: str, scale: str) -> Packing:
+    """Per-expert packed and scale tensors -> stacks uint8 [E, out, in/2] and [E, out, in/32]; the stored types vary."""
+    per_column, stored = (2, MX_GROUP), (packed, scale)
 
     def source(w: Weight, ranks: int) -> tuple[Source, ...]:
         experts, out, width = whole_shape(w, ranks)
         return tuple(
-            Source(name.format(e), (out, width // per), "u8")
+            Source(name.format(e), (out, width // per), dtype)
             for e in range(experts)
-            for name, per in zip(w.source, per_column, strict=True)
+            for name, per, dtype in zip(w.source, per_column, stored, strict=True)
         )
 
     def region(w: Weight, rank: int, per: int) -> Region:
@@ -141,15 +145,57 @@ def _experts() -> Packing:
         stacks = tuple(torch.empty(experts, out, width // per, dtype=torch.uint8) for per in per_column)
         for name, stack, per in zip(w.source, stacks, per_column, strict=True):
             for e in range(experts):
-                stack[e] = read(name.format(e), region(w, rank, per))
+                stack[e] = read(name.format(e), region(w, rank, per)).view(torch.uint8)
         return stacks[0], stacks[1]
 
     def unpack(w: Weight, ranks: int, rank: int, t: Resident, write: Write) -> None:
-        for name, stack, per in zip(w.source, t, per_column, strict=True):
+        for name, stack, per, dtype in zip(w.source, t, per_column, stored, strict=True):
             for e, part in enumerate(stack):
-                write(name.format(e), region(w, rank, per), part)
+                write(name.format(e), region(w, rank, per), part.view(STORED_BYTES[dtype]))
 
     return Packing(source, pack, unpack)
+
+
+def _scaled_e4m3(row_block: int) -> Packing:
+    """e4m3 [out, in] and its ue8m0 scales, one per row_block rows and 32 columns, as uint8; a rank's part has whole
+    groups."""
+    block = (row_block, MX_GROUP)
+
+    def source(w: Weight, ranks: int) -> tuple[Source, ...]:
+        shape = whole_shape(w, ranks)
+        scales = tuple(-(-n // per) for n, per in zip(shape, block, strict=True))
+        return Source(w.source[0], shape, "e4m3"), Source(w.source[1], scales, "e8m0")
+
+    def region(w: Weight, rank: int) -> Region:
+        return tuple(
+            part if part == ALL else slice(part.start // per, part.stop // per)
+            for part, per in zip(shard_region(w, rank), block, strict=True)
+        )
+
+    def pack(w: Weight, ranks: int, rank: int, read: Read) -> Resident:
+        return read(w.source[0], shard_region(w, rank)), read(w.source[1], region(w, rank)).view(torch.uint8)
+
+    def unpack(w: Weight, ranks: int, rank: int, t: Resident, write: Write) -> None:
+        write(w.source[0], shard_region(w, rank), t[0])
+        write(w.source[1], region(w, rank), t[1].view(torch.float8_e8m0fnu))
+
+    return Packing(source, pack, unpack)
+
+
+def _token_classes() -> Packing:
+    """The classes of tokenizer.json's tokens (models/token_classes.py); ids behind its last token get class 0."""
+
+    def pack(w: Weight, ranks: int, rank: int, read: Read) -> Resident:
+        classes, expected = _tensor(read(w.source[0], (ALL,))), dict(w.pack_args)["classes"]
+        if (found := len(classes.unique())) != expected:
+            raise ValueError(f"{w.source[0]}: {found} token classes: expected {expected}, which the hash constants fit")
+        return torch.cat([classes, classes.new_zeros(w.shape[0] - classes.shape[0])])
+
+    return Packing(
+        lambda w, ranks: (Source(w.source[0], w.shape, "i32"),),
+        pack,
+        lambda w, ranks, rank, t, write: write(w.source[0], (ALL,), _tensor(t)),
+    )
 
 
 PACKINGS: Mapping[str, Packing] = {
@@ -158,7 +204,11 @@ PACKINGS: Mapping[str, Packing] = {
     "padded_tail": _padded_tail(),
     "kv_b_uk": _kv_b("uk"),
     "kv_b_uv": _kv_b("uv"),
-    "experts": _experts(),
+    "experts": _experts("u8", "u8"),
+    "experts_e8m0": _experts("i8", "e8m0"),
+    "fp8_block": _scaled_e4m3(MX_GROUP),
+    "mxfp8": _scaled_e4m3(1),
+    "token_classes": _token_classes(),
 }
 
 

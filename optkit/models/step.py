@@ -46,28 +46,53 @@ class StepBuilder:
         self.partial = "f32" if tp > 1 else "bf16"
         self.b = Builder()
 
-    def graph(self, carried: tuple[str, ...], outputs: tuple[str, ...]) -> Graph:
-        """The finished graph; `carried` are the inputs that an earlier stage hands over (else the token is read)."""
+    def graph(
+        self,
+        carried: tuple[str, ...],
+        outputs: tuple[str, ...],
+        lookback: bool = False,
+        **constants: Any,
+    ) -> Graph:
+        """The finished graph; `carried` are the inputs that an earlier stage hands over (else the token is read).
+        `lookback`: some op reads the token and the ones before it. `constants` are build choices beside the config."""
         first, last = self.layers
         stage = "" if self.layers == (0, self.config.num_layers) else f"[{first}:{last}]"
         extra = {"tp": self.tp, "rank": self.rank, "peers": self.peers if self.tp > 1 else "none", "seed": self.seed}
+        extra |= constants
+        token = () if carried and not lookback else ("token",)
         return self.b.build(
             name=self.family + stage,
             family=self.family,
             rows=self.rows,
             layers=self.layers,
-            inputs=(*(() if carried else ("token",)), *STEP_INPUTS, *carried),
+            inputs=(*token, *STEP_INPUTS, *(("lookback",) if lookback else ()), *carried),
             outputs=outputs,
             constants=tuple(sorted({**asdict(self.config), **extra}.items())),
         )
 
     # `name` is the value's (and the op's) full name, `w` the weight's checkpoint name
 
+    def matrix(self, w: str, m: int, k: int, shard: int = -1, form: str = "bf16") -> str:
+        """W [m, k] on this rank; form "fp8_block" has its scales beside it, under the name with .scale."""
+        if form != "fp8_block":
+            return self.b.weight(w, (m, k), form, shard=shard)
+        source = (w, w.removesuffix(".weight") + ".scale")
+        return self.b.weight(w, (m, k), form, source, form, shard)
+
     def linear(
-        self, name: str, x: str, w: str, m: int, k: int, layer: int, dtype: str = "bf16", shard: int = -1
+        self,
+        name: str,
+        x: str,
+        w: str,
+        m: int,
+        k: int,
+        layer: int,
+        dtype: str = "bf16",
+        shard: int = -1,
+        form: str = "bf16",
     ) -> str:
         """y = W x with W [m, k] on this rank."""
-        w = self.b.weight(w, (m, k), shard=shard)
+        w = self.matrix(w, m, k, shard, form)
         return self.b.add(name, "linear", (x,), ((name, m, dtype),), weights={"w": w}, layer=layer)[0]
 
     def norm(self, name: str, x: str, w: str, width: int, layer: int, eps: float | None = None) -> str:
@@ -105,10 +130,10 @@ class StepBuilder:
             peers=self.peers,
         )[0]
 
-    def embed(self) -> str:
+    def embed(self, table: str = "model.embed_tokens.weight") -> str:
         """The token's row of the sharded embedding table, summed over the ranks: "P.in"."""
         hidden, vocab = self.config.hidden_size, self.config.vocab_size // self.tp
-        w = self.b.weight("model.embed_tokens.weight", (vocab, hidden), shard=0)
+        w = self.b.weight(table, (vocab, hidden), shard=0)
         name = "P.in" if self.tp == 1 else "P.in_part"
         self.b.add(
             "embed", "embed", ("token",), ((name, hidden, "bf16"),), weights={"w": w}, vocab_start=self.rank * vocab

@@ -175,7 +175,8 @@ def attn_combine(p: Params, ctx: Context) -> Shape:
     per, part = p["heads_per_group"], p["splits"] * p["heads_per_group"] * (p["dv"] + PARTIAL_EXTRA)
     return Shape(ctx.rows * p["groups"], ctx.rows, reads=(Access(p["partial"], "unit", 0, part, part),
                                                           Access("seq_len", "unit")),
-                 writes=(Access(p["out"], "unit", 0, per * p["dv"], per * p["dv"]),))
+                 writes=(Access(p["out"], "unit", 0, per * p["dv"], per * p["dv"]),),
+                 smem=12 * per * p["splits"])  # m, l and the weight of every (head, split), fp32
 
 
 def ew(p: Params, ctx: Context) -> Shape:
@@ -190,7 +191,7 @@ def ew(p: Params, ctx: Context) -> Shape:
 def route(p: Params, ctx: Context) -> Shape:
     """A single task: top-k of every row, and the list of distinct experts."""
     return Shape(1, reads=(Access(p["logits"]),), writes=tuple(Access(p[key]) for key in ("ids", "wts", "uniq")),
-                 smem=4 * ctx.rows * p["experts"] + 3 * 512)  # scores; ids, first flags, ranks of 128 slots
+                 smem=8 * ctx.rows * p["experts"] + 4 * 512)  # two kinds of scores; ids, first flags, ranks and experts of 128 slots
 
 
 def expert_gate_up(p: Params, ctx: Context) -> Shape:

@@ -40,7 +40,7 @@ def build_plan(graph: Graph, choices: PlanChoices) -> Plan:
     names = assign(graph, order, shapes, fused.extra, fused.mailboxes, blocks_per_row, copies)
     stages = place([(fused.protos[i], shapes[i]) for i in order], names.of, choices, sms)
     leaves = frozenset(names.of[v] for v in graph.outputs)
-    edges, mechanism = derive(stages, names.buffers, choices.sync, sms, leaves, choices.parallel.peers == "real")
+    edges, mechanism = derive(stages, names.buffers, choices.sync, sms, leaves)
     buffers = tuple(
         replace(
             b,

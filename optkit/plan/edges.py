@@ -122,7 +122,6 @@ def buffer_mechanisms(
     sync: Sync,
     sms: int,
     leaves: frozenset[str],
-    real_peers: bool,
 ) -> dict[str, str]:
     """The mechanism of the RAW edges of every buffer that has one. Raises PlanError for impossible overrides.
 
@@ -150,10 +149,10 @@ def buffer_mechanisms(
                         "(tags need bf16 or f32 inside the step, written in whole 8-byte words at fixed columns)"
                     )
                 wanted = mechanism
-        if wanted == "grid_barrier" and not (b.klass == "mailbox" and real_peers):
-            out[name] = "grid_barrier"
-        elif b.klass == "mailbox":
+        if b.klass == "mailbox":  # a peer passes no barrier of this grid, and device code writes mailboxes in tagged words
             out[name] = "peer_mailbox"
+        elif wanted == "grid_barrier":
+            out[name] = "grid_barrier"
         elif same[name] and b.klass != "state":
             out[name] = "same_sm"
         else:
@@ -200,11 +199,10 @@ def derive(
     sync: Sync,
     sms: int,
     leaves: frozenset[str] = frozenset(),
-    real_peers: bool = False,
 ) -> tuple[tuple[Edge, ...], dict[str, str]]:
     """All edges of a plan, sorted by (dst, src, buffer), and the RAW mechanism of every buffer."""
     found = hazards(stages, buffers)
-    mechanism = buffer_mechanisms(stages, buffers, found, sync, sms, leaves, real_peers)
+    mechanism = buffer_mechanisms(stages, buffers, found, sync, sms, leaves)
     fallback = "grid_barrier" if sync.mechanism == "grid_barrier" else "counter"
     edges: dict[tuple[int, int, str, str], Edge] = {}
     raw_of: dict[int, list[tuple[Range, Range]]] = defaultdict(list)

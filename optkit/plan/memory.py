@@ -25,7 +25,7 @@ def state_bytes(s: State, choices: PlanChoices) -> int:
 
 def account(graph: Graph, buffers: tuple[Buffer, ...], choices: PlanChoices) -> tuple[tuple[str, int], ...]:
     """weights, kv, state, workspace, total, available: bytes on one GPU."""
-    weights = sum(w.nbytes for w in graph.weights)
+    weights = sum(w.nbytes for w in graph.weights if w.place == "device")
     kv = sum(state_bytes(s, choices) for s in graph.states if s.kind in ("kv", "kv_heads"))
     state = sum(state_bytes(s, choices) for s in graph.states if s.kind not in ("kv", "kv_heads"))
     work = sum(b.nbytes for b in buffers if b.klass not in ("state", "input"))

@@ -242,6 +242,11 @@ class Plan:
             out[e.dst].append(e)
         return tuple(tuple(x) for x in out)
 
+    @cached_property
+    def mechanisms(self) -> frozenset[str]:
+        """The mechanisms that some edge has."""
+        return frozenset(e.mechanism for e in self.edges)
+
     def hw(self, key: str) -> Any:
         return dict(self.hardware)[key]
 

@@ -6,7 +6,6 @@ template engine. Sections whose data was not given are left out, never filled wi
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from optkit.evidence import Bundle, Check
+from optkit.evidence import Bundle, Check, write_text
 from optkit.plan.cost import StepCost
 from optkit.plan.types import MECHANISMS, Plan
 from optkit.report import inputs, svg
@@ -26,6 +25,8 @@ from optkit.report.timeline import timeline as draw_timeline
 WORDS = {"pass": "passed", "fail": "failed", "not_run": "needs a GPU"}
 MAX_KINDS = 8
 """Kinds of layers drawn: Kimi K3 has four (dense, KDA, MLA, last) and their variants with a saved block row."""
+SHAPE = "shape."
+"""Scope entries that are constants of the model: some thirty, folded away so that the checks stay near the top."""
 WORST = 12
 COST_ROWS = 400
 """Longest cost table: a 93-layer plan has some 1,700 stages, and its layers of one kind cost the same."""
@@ -35,9 +36,7 @@ def write_report(path: Path, evidence: Bundle, *, plan: Plan | None = None, cost
                  timeline: Any = (), ablations: Iterable[Any] = ()) -> None:
     """Write report.html to `path` (renamed into place). Arguments as for `render`."""
     text = render(evidence, plan=plan, cost=cost, timeline=timeline, ablations=ablations)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, text)
 
 
 def render(evidence: Bundle, *, plan: Plan | None = None, cost: StepCost | None = None, timeline: Any = (),
@@ -57,9 +56,12 @@ def render(evidence: Bundle, *, plan: Plan | None = None, cost: StepCost | None 
     environment.filters.update(number=number, megabytes=megabytes, microseconds=lambda v: f"{v:,.2f}")
     shown = drawn(evidence.numerics)
     layers = [] if plan is None else kinds(plan)
+    scope = _flat(evidence.scope)
     return environment.get_template("report.html.j2").render(
         evidence=evidence, words=WORDS, state=_state(evidence), counts=Counter(c.status for c in evidence.checks),
-        groups=_groups(evidence.checks), scope=_flat(evidence.scope), plan=plan,
+        groups=_groups(evidence.checks, evidence.provenance.command), plan=plan,
+        scope=[row for row in scope if not row[0].startswith(SHAPE)],
+        shape=[(key.removeprefix(SHAPE), value) for key, value in scope if key.startswith(SHAPE)],
         choices=_choices(plan) if plan else [],
         numerics_svg=numerics_plot(shown) if shown else None, numerics_shown=len(shown),
         worst=sorted(evidence.numerics, key=lambda r: -r.share)[:WORST],
@@ -76,14 +78,18 @@ def _state(evidence: Bundle) -> str:
     return "not_run" if any(c.status == "not_run" for c in evidence.checks) else "pass"
 
 
-def _groups(checks: Sequence[Check]) -> list[tuple[str, list[Check]]]:
-    """Checks by the part of their name before the first "." or "/", failures first within each."""
+def _groups(checks: Sequence[Check], command: str) -> list[tuple[str, str, list[Check]]]:
+    """(name, command that repeats most of them, checks) by the part of the name before the first "." or "/".
+
+    Failures first within each. A group of one keeps the page's `command`.
+    """
     groups: dict[str, list[Check]] = {}
     for c in checks:
         head, *rest = re.split(r"[./]", c.name, maxsplit=1)
         groups.setdefault(head if rest else "", []).append(c)
     order = ("fail", "not_run", "pass")
-    return [(name, sorted(members, key=lambda c: order.index(c.status))) for name, members in groups.items()]
+    return [(name, Counter(c.repeat for c in members).most_common(1)[0][0] if len(members) > 1 else command,
+             sorted(members, key=lambda c: order.index(c.status))) for name, members in groups.items()]
 
 
 def _mechanisms(plan: Plan) -> list[tuple[str, int]]:

@@ -23,13 +23,14 @@ IDLE = ("wait", "idle", "stall")
 
 
 class Timeline(NamedTuple):
-    """The picture, the colour of each body, one phrase on what part of the step it shows, and whether weight traffic
-    is drawn."""
+    """The picture, the colour of each body, one phrase on what part of the step it shows, whether weight traffic is
+    drawn, and the length of the whole step."""
 
     picture: Markup
     colours: dict[str, str]
     shown: str
     streams: bool
+    step_us: float
 
 
 def timeline(slices: Sequence[Slice], plan: Plan) -> Timeline:
@@ -64,7 +65,7 @@ def timeline(slices: Sequence[Slice], plan: Plan) -> Timeline:
                                fill="var(--idle)" if idle else colours[bodies.get(s.stage, s.stage)]))
     part = "the whole step" if len(drawn) == len(chosen) else f"the first {end:.1f} of {total:.1f} µs"
     return Timeline(svg.frame(width, height, out, f"Simulated timeline, {part}"), colours,
-                    f"{part}, {len(rows)} of {len(present)} SMs", any(inputs.is_stream(s) for s in drawn))
+                    f"{part}, {len(rows)} of {len(present)} SMs", any(inputs.is_stream(s) for s in drawn), total)
 
 
 def _colours(slices: Sequence[Slice], bodies: Mapping[str, str]) -> dict[str, str]:

@@ -8,10 +8,10 @@ be taken for it or the other way round.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from optkit.evidence import write_text
 from optkit.plan.types import Plan
 from optkit.report.inputs import Slice, is_stream, slices
 
@@ -52,9 +52,7 @@ def trace(rows: Any, plan: Plan, max_sms: int | None = None) -> dict[str, Any]:
 def write_trace(path: Path, rows: Any, plan: Plan, max_sms: int | None = None) -> None:
     """Write `trace` to `path` (renamed into place)."""
     text = json.dumps(trace(rows, plan, max_sms), separators=(",", ":"), allow_nan=False)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, text)
 
 
 def _process(s: Slice) -> int:

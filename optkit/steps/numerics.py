@@ -23,8 +23,12 @@ def validate(recipe: Recipe, context: Context) -> None:
     size = sum(w.nbytes for w in graph.weights) / 1e9
     if size > CPU_WEIGHTS_GB:
         for name in ("numerics.per_stage", "rollout.logits", "orders.bits"):
-            context.not_run(name, f"{size:.1f} GB of weights: float64 takes a GPU (hardware.* checks), the CPU does up to "
-                            f"{CPU_WEIGHTS_GB:g} GB", repeat=hardware_command(recipe, context))
+            context.not_run(
+                name,
+                f"{size:.1f} GB of weights: float64 takes a GPU (hardware.* checks), the CPU does up to "
+                f"{CPU_WEIGHTS_GB:g} GB",
+                repeat=hardware_command(recipe, context),
+            )
         return
     import torch
 
@@ -57,17 +61,21 @@ def hardware_command(recipe: Recipe, context: Context) -> str:
     """The command that runs the hardware checks of this run directory on a machine with the GPU."""
     run = "RUN_DIR" if context.run is None else _shown(context.run.path)
     batches = ",".join(map(str, sorted(recipe.decode.batch)))
-    return (f"python -m optkit.bench.hardware {run} --batches {batches} --steps {recipe.bench.steps} "
-            f"--launches {recipe.bench.launches} --out hardware.json")
+    return (
+        f"python -m optkit.bench.hardware {run} --batches {batches} --steps {recipe.bench.steps} "
+        f"--launches {recipe.bench.launches} --out hardware"
+    )
 
 
 def hardware(recipe: Recipe, context: Context) -> None:
     """What only the GPU can show: registered as not run here, with the command that runs it there."""
     if context.run is not None:
-        context.run.json("model.json", model_json(context.resolved, context.results["source"], context.results["graph"]))
+        context.run.json(
+            "model.json", model_json(context.resolved, context.results["source"], context.results["graph"])
+        )
     command = hardware_command(recipe, context)
     for name in hardware_checks(sorted(recipe.decode.batch), [context.results["plan"].rows]):
-        context.not_run(name, f"needs a {recipe.hardware.name} GPU ({recipe.hardware.arch})", repeat=command)
+        context.not_run(name, f"needs a GPU: {recipe.hardware.name} ({recipe.hardware.arch})", repeat=command)
 
 
 def _shown(path: Path) -> Path:

@@ -6,16 +6,20 @@ emitted and run.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from optkit.pipeline import Context
 from optkit.recipe import Recipe
 
 
 def model(recipe: Recipe, context: Context) -> None:
     """The model's configuration and the graph of every pipeline stage."""
-    from optkit.build import build_graph, model_source
+    from optkit.build import build_graph, model_source, verify_weights
 
     source = model_source(context.resolved)
     graphs = {s: build_graph(context.resolved, source, s) for s in range(recipe.parallel.pp)}
+    for one in graphs.values():
+        verify_weights(context.resolved, one)
     graph = graphs[recipe.parallel.stage]
     context.results.update(source=source, graphs=graphs, graph=graph)
     context.note(
@@ -43,14 +47,29 @@ def plan(recipe: Recipe, context: Context) -> None:
 
 
 def check(recipe: Recipe, context: Context) -> None:
-    """The proofs, on the Plan of every pipeline stage."""
+    """The proofs on the Plan of every pipeline stage, and the table the kernel would walk held against it. A stage that
+    no device body can do refuses the recipe."""
+    from optkit.emit.lower import limits
+    from optkit.errors import UserError
     from optkit.verify.constants import check_constants
     from optkit.verify.proofs import prove
+    from optkit.verify.table import audit_table
 
     plans, epsilon = context.results["plans"], recipe.model.qk_lora_norm_eps
     keys = {} if epsilon is None else {"qk_lora_norm_eps": epsilon}
     for stage, one in plans.items():
-        suffix = f"@stage{stage}" if len(plans) > 1 else ""
-        again = f"optkit check {context.target}"
-        config = context.results["source"].config_json
-        context.take([*prove(one, again), check_constants(one, context.results["graphs"][stage], config, keys, again)], suffix=suffix)
+        again, config = f"optkit check {context.target}", context.results["source"].config_json
+        said = check_constants(one, context.results["graphs"][stage], config, keys, again)
+        context.take([*prove(one, again), said], suffix=f"@stage{stage}" if len(plans) > 1 else "")
+    if any(c.status == "fail" for c in context.checks):
+        return  # a Plan that is wrong in itself has no table to speak of
+    beyond = dict.fromkeys(line for one in plans.values() for line in limits(one))
+    if beyond:
+        raise UserError(beyond)
+    for stage, one in plans.items():
+        # mailboxes of real peers are other processes' memory: their words are those of the emulated ones
+        here = replace(one, parallel=tuple({**dict(one.parallel), "peers": "emulated"}.items()))
+        context.take(
+            audit_table(here, context.results["graphs"][stage], f"optkit check {context.target}"),
+            suffix=f"@stage{stage}" if len(plans) > 1 else "",
+        )

@@ -11,10 +11,11 @@ from optkit.validate.orders import orders, repeat
 from optkit.validate.per_stage import per_stage
 from optkit.validate.rollout import rollout
 from optkit.validate.scenario import Scenario
-from optkit.validate.served import score_served
+from optkit.validate.served import Answer, score_served
 from optkit.validate.suite import Suite, make, validate
 
 __all__ = [
+    "Answer",
     "Check",
     "Numerics",
     "Scenario",

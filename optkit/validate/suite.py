@@ -15,6 +15,7 @@ from optkit.models.graph import Graph
 from optkit.models.ops import StateTensor
 from optkit.validate.boundaries import boundaries, cases
 from optkit.validate.gates import MIN_SAMPLES
+from optkit.validate.groups import groups
 from optkit.validate.numerics import Numerics
 from optkit.validate.orders import orders, repeat
 from optkit.validate.per_stage import per_stage
@@ -99,5 +100,7 @@ def validate(
     progress("repetition and task orders")
     checks.append(repeat(runner, suite.orders, command))
     if isinstance(runner, Executor):
+        plan, held = runner.plan, runner.memory.weights.source
+        checks.append(groups(lambda caches, own: Executor(plan, graph, held, caches), graph, suite.orders, command))
         checks.append(orders(runner, suite.orders, range(suite.order_seeds), command=command))
     return checks, numerics

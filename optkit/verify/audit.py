@@ -84,7 +84,7 @@ def _code_checks(kernels: list[_Kernel], memory: Path, repeat: str) -> list[Chec
         from_findings(
             "audit.fences",
             [x for k in kernels for x in k.fences()],
-            "releases follow a membar, acquires drop L1, bulk copies of activations follow a proxy fence",
+            "releases follow a CTA barrier and a membar, acquires drop L1, bulk copies of activations follow a proxy fence",
             repeat,
         ),
     ]
@@ -108,6 +108,10 @@ def _registers(figures: list[elf.Resources], plan: Plan | None, limit: int | Non
         "; ".join(findings) or "registers a thread, of the largest ceiling a body declares",
         repeat,
     )
+
+
+def _cta_barrier(i: sass.Instruction) -> bool:
+    return i.parts[:2] == ("BAR", "SYNC")
 
 
 class _Kernel:
@@ -226,6 +230,8 @@ class _Kernel:
                 )
             ):
                 out.append(f"{self._at(k)}: a release without a gpu-scope MEMBAR between it and the stores before it")
+            if h and h.releases and h.klass == "red_sync" and self._unfenced(k, _cta_barrier, A.GUARDED):
+                out.append(f"{self._at(k)}: one thread releases for its CTA, and no CTA barrier lies between it and the data")
             if (
                 h
                 and h.klass == "bulk_act"

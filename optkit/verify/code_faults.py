@@ -94,6 +94,14 @@ def no_membar(code: Code, at: dict[str, list[int]]) -> bool:
     return bool(hits)
 
 
+def no_barrier(code: Code, at: dict[str, list[int]]) -> bool:
+    """The one thread that releases no longer waits for the other threads of its CTA."""
+    hits = [k for k, i in enumerate(code) if i.parts[:2] == ("BAR", "SYNC")]
+    for k in hits:
+        code[k] = replace(code[k], opcode="NOP", operands="")
+    return bool(hits) and bool(at.get("red_sync"))
+
+
 FAULTS: tuple[CodeFault, ...] = (
     CodeFault("weak_load", "audit.access", weak_load),
     CodeFault("constant_load", "audit.access", constant_load),
@@ -103,6 +111,7 @@ FAULTS: tuple[CodeFault, ...] = (
     CodeFault("early_load", "audit.guarded", early_load),
     CodeFault("no_invalidation", "audit.fences", no_invalidation),
     CodeFault("no_membar", "audit.fences", no_membar),
+    CodeFault("no_barrier", "audit.fences", no_barrier),
 )
 
 

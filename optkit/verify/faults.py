@@ -87,11 +87,20 @@ def _renamed(plan: Plan, names: frozenset[str], to: str) -> Plan:
 
 
 def tagged_state(plan: Plan) -> Plan | None:
-    """State rows read by another SM are handed over by tags."""
-    hit = [e for e in plan.edges if e.kind == "raw" and plan.buffer[e.buffer].klass == "state"]
-    if not hit:
-        return None
-    return replace(plan, edges=tuple(replace(e, mechanism="tagged") if e in hit else e for e in plan.edges))
+    """State rows read by another SM are handed over by tags; no counter between the two stages orders them instead.
+
+    Only where the order rests on this pair of stages: with counters everywhere a later stage on the writer's SMs may
+    have told the reader already, and then tags on the state are harmless.
+    """
+    pairs = {(e.src, e.dst) for e in plan.edges if e.kind == "raw" and plan.buffer[e.buffer].klass == "state"}
+    for pair in sorted(pairs):
+        without = replace(plan, edges=tuple(e for e in plan.edges if (e.src, e.dst) != pair))
+        if any(c.name == "proof.raw" and c.status == "fail" for c in prove(without)):
+            return replace(
+                plan,
+                edges=tuple(replace(e, mechanism="tagged") if (e.src, e.dst) == pair else e for e in plan.edges),
+            )
+    return None
 
 
 def large_smem(plan: Plan) -> Plan | None:

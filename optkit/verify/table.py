@@ -72,6 +72,10 @@ class Book:
         k, v = self.at(name + " K", 40 * 16 * row), self.at(name + " V", 40 * 17 * row)
         return StateAddress(k, 16 * row, row, row // s.shape[0], (v, 17 * row, row, row // s.shape[0]))
 
+    def step(self, name: str, layer: int) -> int:
+        """A step input as one layer reads it: its cache group may have its own."""
+        return self.at(f"step input {name} of layer {layer}", 4096)
+
     def constant(self, array: np.ndarray) -> int:
         where = self.at(f"constant {array.dtype} {array.shape} {hash(array.tobytes())}", array.nbytes)
         self.arrays[where] = array.copy()
@@ -80,7 +84,7 @@ class Book:
     def addresses(self) -> Addresses:
         """What `lower` takes."""
         sync = self.at("sync", L.SYNC_COUNTERS + len(self.plan.stages) * L.LINE)
-        return Addresses(self.buffer, self.weight, self.state, self.constant, sync, self.positions)
+        return Addresses(self.buffer, self.weight, self.state, self.constant, self.step, sync, self.positions)
 
 
 def f32(x: float) -> int:
@@ -149,6 +153,10 @@ class _Expect:
     def put(self, check: str, at: int, value: int, what: str) -> None:
         self.words.append((f"table.{check}", at, value & 0xFFFFFFFFFFFFFFFF, what))
 
+    def step(self, at: int, name: str) -> None:
+        """The step input that this stage's layer reads."""
+        self.put("addresses", at, self.book.step(name, self.stage.layer), f"step input {name}")
+
     def number(self, at: int, value: float | int, what: str) -> None:
         self.put("constants", at, f32(value) if isinstance(value, float) else int(value), what)
 
@@ -162,11 +170,7 @@ class _Expect:
         b = self.plan.buffer[name]
         producer = self.i if write else last_writer(self.plan, self.i, name)
         self.put("addresses", at, self.book.buffer(name), f"buffer {name}")
-        bits = (
-            ("bf16", "f32", "i32").index(b.dtype)
-            | (16 if b.layout == "tagged" else 0)
-            | (32 if b.klass == "mailbox" else 0)
-        )
+        bits = ("bf16", "f32", "i32").index(b.dtype) | (16 if b.layout == "tagged" else 0)
         tagged = b.layout == "tagged" or b.klass == "mailbox"
         if tagged:
             self.put("tags", at + 1, bits | (producer + 1) << 8 | b.width << 32, f"layout and tag of {name}")
@@ -339,6 +343,7 @@ def _kda(e: _Expect) -> None:
     )
     e.state(e.p["conv"], at["K_CONV"], at["K_CONV_STRIDE"])
     e.state(e.p["recurrent"], at["K_REC"], at["K_REC_STRIDE"])
+    e.step(at["K_SLOTS"], "state_slot")
 
 
 def _mla_insert(e: _Expect) -> None:
@@ -354,6 +359,7 @@ def _mla_insert(e: _Expect) -> None:
         },
     )
     e.state(e.p["kv"], at["I_KV"], at["I_BLOCK"], at["I_ROW"])
+    e.step(at["I_MAPPING"], "slot_mapping")
 
 
 def angles(dim: int, theta: float, scaling: tuple[float, ...], positions: int) -> np.ndarray:
@@ -387,6 +393,7 @@ def _rope_insert(e: _Expect) -> None:
     e.state(e.p["kv"], at["R_K"], at["R_K_BLOCK"], at["R_K_ROW"], at["R_K_HEAD"])
     for word, value in zip(("R_V", "R_V_BLOCK", "R_V_ROW", "R_V_HEAD"), e.book.state(e.p["kv"]).v, strict=True):
         e.put("addresses", at[word], value, f"{word} of state {e.p['kv']}")
+    e.step(at["R_MAPPING"], "slot_mapping")
     e.tables.append((at["R_TABLE"], angles(e.p["dim"], e.p["theta"], e.p["scaling"], e.book.positions), "rotary table"))
 
 
@@ -412,6 +419,7 @@ def _attn(e: _Expect) -> None:
     e.number(at["T_LORA"], e.p["dv"] if mla else 0, "width of the latent query")
     e.number(at["T_QROW"], e.p["nope"] + e.p["rope"], "width of a query head")
     e.number(at["T_NOPE"], e.p["nope"] if mla else 0, "first column of the positionless part")
+    e.step(at["T_TABLE"], "block_table")
     s = e.book.state(e.p["kv"])
     e.state(e.p["kv"], at["T_K"], at["T_K_BLOCK"], at["T_K_ROW"], at["T_K_HEAD"])
     for word, value in zip(

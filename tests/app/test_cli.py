@@ -120,6 +120,7 @@ BAD = {
     "syntax error": (("run", "./broken.yaml"), ["broken.yaml:2:"]),
     "a list": (("run", "./list.yaml"), ["list.yaml", "mapping"]),
     "no recipe": (("decode.batch=4",), ["recipe"]),
+    "no recipe to run": (("run",), ["required: RECIPE"]),
 }
 
 
@@ -136,6 +137,7 @@ def test_bad_input_is_one_line_exit_2_and_nothing_written(optkit: Optkit, tmp_pa
     assert result.code == 2, result
     lines = result.err.splitlines()
     assert all(line.startswith("error: ") for line in lines)
+    assert case != "no recipe to run" or "KEY=VALUE" not in result.err, "overrides are not required"
     if case != "tp does not divide":  # one line per dimension that 3 does not divide
         assert len(lines) == 1, lines
     for text in expected:
@@ -194,3 +196,40 @@ def test_doctor_finds_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {f.name: f.state for f in doctor.findings()}
     assert {k for k, v in found.items() if v == "problem"} == {"python", "torch", "plugin", "VLLM_PLUGINS"}
     assert doctor.doctor() == 1
+
+
+@pytest.mark.parametrize("override", ["decode=null", "fusion=null"])
+def test_no_option_is_no_choice_on_the_command_line(optkit: Optkit, override: str) -> None:
+    """In a recipe's defaults list null leaves every key to the recipe; Hydra itself cannot read it here."""
+    result = optkit("check", "llama/tiny", override)
+    assert result.code == 2 and result.err.startswith(f"error: {override.split('=')[0]} = 'null': expected one of ")
+
+
+def test_a_bad_checkpoint_is_refused_before_anything_is_built(optkit: Optkit, tmp_path: Path) -> None:
+    for command in (("check", "llama/tiny"), ("run", "llama/tiny", "--outputs", str(tmp_path / "o"), "--plain")):
+        result = optkit(*command, f"model.checkpoint={tmp_path / 'none'}")
+        assert result.code == 2 and "config.json: missing" in result.err
+        assert "2/" not in result.out, "the plan was made first"
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(optkit: Optkit, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = optkit("run", "llama/tiny", "--outputs", str(tmp_path / "file" / "o"), "--until", "check", "--plain")
+    assert result.code == 2 and len(result.err.splitlines()) == 1 and str(tmp_path) in result.err
+
+
+def test_hints_name_another_option_than_the_one_given(optkit: Optkit) -> None:
+    result = optkit("run", "llama/tiny", "--outputs")
+    assert result.code == 2 and "did you mean" not in result.err
+
+
+def test_paths_with_spaces_and_other_letters(optkit: Optkit, tmp_path: Path) -> None:
+    folder = tmp_path / "ä ö 目"
+    folder.mkdir()
+    mine = folder / "mein rezept ü.yaml"
+    assert optkit("cp", "llama/tiny", str(mine)).code == 0
+    assert optkit("checkpoint", "llama_tiny", str(folder / "gewichte ü")).code == 0
+    assert optkit("check", str(mine), f"model.checkpoint='{folder / 'gewichte ü'}'", "--plain").code == 0
+    unquoted = optkit("check", str(mine), f"model.checkpoint={folder / 'gewichte ü'}")
+    assert unquoted.code == 2 and "quote the value: model.checkpoint='...'" in unquoted.err

@@ -151,6 +151,7 @@ def test_n_mistakes_give_n_lines_each_with_its_file(tmp_path: Path) -> None:
         (["decode.batch=[]"], "decode.batch"),
         (["decode.batch=9"], "decode.batch"),
         (["decode.batch=8", "decode.rows_per_request=2"], "decode.batch"),
+        (["decode.batch=4", "decode.rows_per_request=2"], "decode.rows_per_request"),
         (["decode.context=0"], "decode.context"),
         (["parallel.rank=1"], "parallel.rank"),
         (["parallel.stage=1"], "parallel.stage"),
@@ -244,3 +245,20 @@ def test_every_key_is_read_somewhere() -> None:
         if isinstance(hint, type) and issubclass(hint, Enum) and len(hint) == 1:
             continue
         assert key.split(".")[1] in read, f"{key} is read nowhere"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("hardware.memory_gb", "nan", "a finite number"),
+        ("hardware.memory_gb", "inf", "a finite number"),
+        ("hardware.sms", "100000", "1 to 1024"),
+        ("hardware.arch", "sm_999a", "text like sm_(90"),
+        ("emit.probe_archs", "[sm_80a]", "text like sm_(90"),
+        ("tune.kv_splits", "100000", "1 to 256"),
+        ("model.seed", "99999999999999999999", "0 to 4294967295"),
+    ],
+)
+def test_absurd_numbers_are_refused_by_name(key: str, value: str, expected: str) -> None:
+    (problem,) = wrong("kimi_k3/tiny", f"{key}={value}")
+    assert problem.key == key and problem.expected.startswith(expected)

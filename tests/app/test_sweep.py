@@ -208,3 +208,12 @@ def test_resume_of_a_foreign_folder(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text('{"schema": "other"}')
     with pytest.raises(UserError, match="optkit-sweep/1"):
         sweep_module._stored(tmp_path)
+
+
+@pytest.mark.parametrize("content", [[], {}, {"optkit": "", "overrides": [], "jobs": [{}]}])
+def test_a_damaged_plan_of_a_sweep_is_refused_in_words(optkit: Optkit, tmp_path: Path, content: Any) -> None:
+    if isinstance(content, dict):
+        content["schema"] = sweep_module.SCHEMA
+    (tmp_path / "sweep.json").write_text(json.dumps(content))
+    result = optkit("sweep", "--resume", str(tmp_path))
+    assert result.code == 2 and "sweep.json" in result.err and len(result.err.splitlines()) == 1

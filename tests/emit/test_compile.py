@@ -39,7 +39,8 @@ def test_same_specification_same_bytes(small: C.Kernel) -> None:
 
 def test_cache_returns_the_kernel_and_refuses_a_damaged_one(small: C.Kernel, tmp_path: Path) -> None:
     first = C.compile_cached(SPEC, "sm_90a", tmp_path)
-    assert C.compile_cached(SPEC, "sm_90a", tmp_path) == first
+    again = C.compile_cached(SPEC, "sm_90a", tmp_path)
+    assert again == first and again.cached and not first.cached, "the evidence says which compile time is an old one"
     at = next(tmp_path.rglob("kernel.cubin"))
     at.write_bytes(at.read_bytes()[:-1] + b"\0")
     assert C.compile_cached(SPEC, "sm_90a", tmp_path).cubin == small.cubin

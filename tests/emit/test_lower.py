@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from optkit.emit import layout as L
-from optkit.emit.lower import Addresses, StateAddress, arrivals, bodies_of, lower, rope_table, waits_of, x_bytes
+from optkit.emit.lower import (
+    Addresses,
+    StateAddress,
+    arrivals,
+    bodies_of,
+    limits,
+    lower,
+    rope_table,
+    signalling,
+    sync_bytes,
+    sync_image,
+    waits_of,
+    x_bytes,
+)
 from optkit.models import families
 from optkit.models.graph import Graph
 from optkit.plan.build import build_plan
 from optkit.plan.choices import PlanChoices
-from optkit.plan.types import Plan
+from optkit.plan.types import Plan, Record
 
 
 def graph_of(name: str, **kw: object) -> Graph:
@@ -41,7 +55,7 @@ def fake(graph: Graph, plan: Plan) -> Addresses:
     def state(name: str) -> StateAddress:
         return StateAddress(at(name), 4096, 256, 64, (at(name + "/v"), 4096, 256, 64))
 
-    return Addresses(at, weight, state, lambda a: at(a.tobytes().hex()[:64]), 1 << 40, 512)
+    return Addresses(at, weight, state, lambda a: at(a.tobytes().hex()[:64]), lambda n, _: at(n), 1 << 40, 512)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +125,8 @@ def test_weight_stream_off_makes_the_producer_wait(k3: Graph) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"heads_per_group": 17}, "at most 16"), ({"dqk": 40}, "multiple of 32"), ({"dv": 96}, "multiple of 64")],
+    [({"heads_per_group": 17}, "at most 16"), ({"dqk": 40}, "multiple of 32"), ({"dv": 96}, "multiple of 64"),
+     ({"dv": 576}, "at most 512")],
 )
 def test_impossible_attention_is_refused(change: dict[str, int], message: str) -> None:
     graph = graph_of("llama_tiny")
@@ -123,11 +138,82 @@ def test_impossible_attention_is_refused(change: dict[str, int], message: str) -
         lower(replace(plan, stages=stages), fake(graph, plan))
 
 
+def test_limits_of_the_bodies_are_known_before_a_launch(k3: Graph) -> None:
+    """Two ranks leave tiny K3 a projection of 2 rows and experts 32 wide: its stores and bulk copies would be misaligned."""
+    assert limits(plan_of(k3)) == []
+    found = limits(plan_of(graph_of("kimi_k3_tiny", tp=2, peers="emulated"), parallel={"tp": 2}))
+    assert any("L0.x_a.proj and 5 more: output rows of b is 2: expected a multiple of 4" in line for line in found), found
+    assert any("L1.ea and 15 more: expert width is 32: expected a multiple of 64" in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [("k", 72, r"columns of \S+ is 72: expected a multiple of 32"), ("m", 6, "is 6: expected a multiple of 4"),
+     ("x_offset", 4, "x_offset of .* is 4: expected a multiple of 8")],
+)
+def test_a_projection_that_no_tile_fits_is_refused(key: str, value: int, message: str) -> None:
+    graph = graph_of("llama_tiny")
+    plan = plan_of(graph)
+    at = next(i for i, s in enumerate(plan.stages) if s.body == "gemv")
+    stage = plan.stages[at]
+    parts = stage.param("parts")
+    params = {**dict(stage.params), "parts": (Record(parts[0], **{key: value}), *parts[1:])}
+    broken = replace(plan, stages=(*plan.stages[:at], replace(stage, params=tuple(params.items())), *plan.stages[at + 1 :]))
+    with pytest.raises(ValueError, match=message):
+        lower(broken, fake(graph, plan))
+    assert len(limits(broken)) == 1
+
+
+def test_grouped_query_heads_wider_than_the_accumulators_are_refused() -> None:
+    graph = graph_of("llama_tiny")
+    plan = plan_of(graph)
+    wide = tuple(replace(s, params=tuple({**dict(s.params), "dv": 576}.items())) if s.body == "attn" else s for s in plan.stages)
+    with pytest.raises(ValueError, match="at most 512"):
+        lower(replace(plan, stages=wide), fake(graph, plan))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama_tiny", {"intermediate_size": 200}, "is 200: expected a multiple of 32"),
+        ("llama_tiny", {"hidden_size": 300}, "is 300: expected a multiple of"),
+        ("llama_tiny", {"vocab_size": 501}, "output rows of .* is 501: expected a multiple of 4"),
+        ("kimi_k3_tiny", {"num_experts_per_token": 6}, "top-6"),
+        ("kimi_k3_tiny", {"moe_intermediate_size": 96}, "expert width is 96: expected a multiple of 64"),
+        ("kimi_k3_tiny", {"routed_expert_hidden_size": 96}, "latent width is 96: expected a multiple of 64"),
+    ],
+)
+def test_sizes_that_vectors_and_tiles_cannot_cut_are_refused(name: str, change: dict[str, int], message: str) -> None:
+    """The kernel would drop the remainder or copy from an address between two 16-byte words."""
+    config = copy.deepcopy(families.named_config(name))
+    config.get("text_config", config).update(change)
+    module = families.family_of(config)
+    graph = module.build(module.Config.from_hf(config), rows=8)
+    plan = plan_of(graph)
+    with pytest.raises(ValueError, match=message):
+        lower(plan, fake(graph, plan))
+
+
 def test_real_peers_are_refused_in_words() -> None:
     graph = graph_of("llama_tiny", tp=2, peers="real")
     plan = plan_of(graph, parallel={"tp": 2, "peers": "real"})
     with pytest.raises(ValueError, match=r"parallel\.peers = real"):
         lower(plan, fake(graph, plan))
+
+
+def test_counters_follow_the_epoch_past_two_to_the_32(k3: Graph) -> None:
+    """Launch n adds `arrivals` to a counter; the word a wait compares with is the low half of epoch x arrivals."""
+    plan = plan_of(k3)
+    epoch = 2**32 + 5
+    image = sync_image(plan, epoch)
+    assert len(image) == sync_bytes(plan)
+    assert image[L.SYNC_ENTERED : L.SYNC_ENTERED + 8].view(np.uint64)[0] == epoch * plan.sms
+    signals = signalling(plan)
+    for i in range(len(plan.stages)):
+        at = L.SYNC_COUNTERS + i * L.LINE
+        want = (epoch & 0xFFFFFFFF) * arrivals(plan, i) & 0xFFFFFFFF if i in signals else 0
+        assert image[at : at + 4].view(np.uint32)[0] == want
+    assert not sync_image(plan, 0).any()
 
 
 def test_rotary_table_matches_the_reference_angles() -> None:

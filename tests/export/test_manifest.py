@@ -138,3 +138,9 @@ def test_imports_neither_torch_nor_hydra_nor_cutlass():
     code = (f"import sys, {modules}; bad = {{'torch', 'hydra', 'omegaconf', 'cutlass', 'vllm'}} & set(sys.modules);"
             "sys.exit(str(bad) if bad else 0)")
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_nesting_without_end_is_not_json(art):
+    (art.path / "manifest.json").write_text("[" * 200_000)
+    with pytest.raises(mf.ArtifactError, match="is not JSON"):
+        mf.load_artifact(art.path)

@@ -19,3 +19,9 @@ def k3() -> Model:
 def llama() -> Model:
     """Tiny Llama, random weights."""
     return tiny("llama_tiny")
+
+
+@pytest.fixture(scope="session")
+def deepseek() -> Model:
+    """Tiny DeepSeek-V4.1 with every layer type, random weights."""
+    return tiny("deepseek_v41_tiny")

@@ -15,6 +15,7 @@ from optkit.models.graph import Graph
 from optkit.models.random_weights import random_weights
 
 BLOCK_SIZE = 16
+LOOKBACK = 3
 
 
 @dataclass
@@ -38,7 +39,11 @@ class Model:
 
 def tiny(name: str) -> Model:
     """A shipped tiny configuration with random weights."""
-    hf = families.named_config(name)
+    return built(families.named_config(name))
+
+
+def built(hf: dict[str, Any]) -> Model:
+    """Any config.json with random weights."""
     module = families.family_of(hf)
     config = module.Config.from_hf(hf)
     graph = module.build(config, rows=4)
@@ -50,13 +55,20 @@ def tokens(rows: int, steps: int, vocab: int = 512) -> Tensor:
     return torch.randint(0, vocab, (steps, rows), generator=torch.Generator().manual_seed(11), dtype=torch.int32)
 
 
-def step_inputs(token: Tensor, step: int, pages: int = 4) -> dict[str, Tensor]:
-    """Inputs of one decode step: every row is at position `step`; its pages are scattered over the cache."""
+def step_inputs(token: Tensor, step: int, pages: int = 4, before: Tensor | None = None) -> dict[str, Tensor]:
+    """Inputs of one decode step: every row is at position `step`; its pages are scattered over the cache.
+
+    `before` [step, rows]: the tokens of the earlier steps, for graphs that look back at them."""
     rows = token.shape[0]
     table = torch.randperm(rows * pages, generator=torch.Generator().manual_seed(5)).reshape(rows, pages).int()
     slot = table[:, step // BLOCK_SIZE].long() * BLOCK_SIZE + step % BLOCK_SIZE
+    lookback = torch.full((rows, LOOKBACK), -1, dtype=torch.int32)
+    if before is not None:
+        for i in range(min(step, LOOKBACK)):
+            lookback[:, i] = before[step - 1 - i]
     return {
         "token": token,
+        "lookback": lookback,
         "seq_len": torch.full((rows,), step + 1, dtype=torch.int32),
         "block_table": table,
         "slot_mapping": slot,
@@ -75,7 +87,7 @@ def rollout(
     """All values of every step; ids [steps, rows]."""
     state = caches(graph, ids.shape[1], precision) if state is None else state
     cast = interpret.cast_weights(graph, weights, precision)
-    return [interpret.run(graph, cast, step_inputs(t, i), state, precision) for i, t in enumerate(ids)]
+    return [interpret.run(graph, cast, step_inputs(t, i, before=ids), state, precision) for i, t in enumerate(ids)]
 
 
 def rel(a: Tensor, b: Tensor) -> float:

@@ -113,10 +113,10 @@ def test_packings_are_reversible(k3: Model, written: Path, ranks: int) -> None:
 def test_kv_b_packing_is_the_absorbed_product(k3: Model, written: Path) -> None:
     index = json.loads((written / checkpoint.INDEX).read_text())["weight_map"]
     name = "language_model." + KV_B
-    kv_b = load_file(written / index[name])[name].reshape(8, 256, 512)
-    w_uk = k3.weights["model.layers.3.self_attn.w_uk"].reshape(8, 512, 128)
+    kv_b = load_file(written / index[name])[name].reshape(4, 256, 512)
+    w_uk = k3.weights["model.layers.3.self_attn.w_uk"].reshape(4, 512, 128)
     assert torch.equal(w_uk, kv_b[:, :128].transpose(1, 2))
-    assert torch.equal(k3.weights["model.layers.3.self_attn.w_uv"].reshape(8, 128, 512), kv_b[:, 128:])
+    assert torch.equal(k3.weights["model.layers.3.self_attn.w_uv"].reshape(4, 128, 512), kv_b[:, 128:])
 
 
 def test_all_mistakes_in_one_error(llama: Model, small: Path, tmp_path: Path) -> None:
@@ -145,9 +145,9 @@ def test_a_short_a_log_is_named(k3: Model, written: Path, tmp_path: Path) -> Non
     index = json.loads((written / checkpoint.INDEX).read_text())["weight_map"]
     name = "language_model.model.layers.0.self_attn.A_log"
     tensors = load_file(tmp_path / "c" / index[name])
-    tensors[name] = tensors[name][:7].contiguous()
+    tensors[name] = tensors[name][:3].contiguous()
     save_file(tensors, tmp_path / "c" / index[name])
-    with pytest.raises(CheckpointError, match=r"A_log: shape \[7\] in .*: expected at least \[8\]"):
+    with pytest.raises(CheckpointError, match=r"A_log: shape \[3\] in .*: expected at least \[4\]"):
         checkpoint.load(tmp_path / "c", k3.graph)
 
 
@@ -194,7 +194,61 @@ def test_a_config_that_differs_from_the_plan_is_named(llama: Model, k3: Model, s
         checkpoint.load(small, k3.graph)
 
 
+def test_the_tokenizer_has_a_word_for_every_token(small: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(small)
+    last = tokenizer.vocab_size - 1
+    assert tokenizer("t0 t5 t17")["input_ids"] == [0, 5, 17] and tokenizer.decode([last]) == f"t{last}"
+
+
 def test_write_random_refuses_a_used_directory(llama: Model, small: Path) -> None:
     with pytest.raises(ValueError, match="not empty"):
         checkpoint.write_random(small, llama.hf)
     assert not list(small.parent.glob("*.partial"))
+
+
+def test_headers_alone_show_what_is_wrong(llama: Model, small: Path, tmp_path: Path) -> None:
+    """What a run asks before it builds anything: a lost and a renamed tensor, without reading a weight."""
+    checkpoint.verify(small, llama.graph)
+    bad = edit(small, tmp_path / "c", lambda t: t.update({"model.norm.weighs": t.pop("model.norm.weight")}))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.verify(bad, llama.graph)
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["model.norm.weight", "model.norm.weighs"]
+
+
+def test_a_tensor_lost_from_its_shard_does_not_hide_other_mistakes(k3: Model, written: Path, tmp_path: Path) -> None:
+    shutil.copytree(written, tmp_path / "c")
+    shard = sorted((tmp_path / "c").glob("*.safetensors"))[0]
+    tensors = load_file(shard)
+    name = sorted(tensors)[0]
+    tensors["model.stray"] = tensors.pop(name)
+    save_file(tensors, shard)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.verify(tmp_path / "c", k3.graph)
+    assert f"{name}: missing: {checkpoint.INDEX} places it" in str(caught.value)
+    assert "model.stray: unexpected tensor" in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["../c/model-00001-of-00003.safetensors", 5, None, "."])
+def test_an_index_names_files_beside_it(file: object, k3: Model, written: Path, tmp_path: Path) -> None:
+    shutil.copytree(written, tmp_path / "c")
+    index = tmp_path / "c" / checkpoint.INDEX
+    body = json.loads(index.read_text())
+    name = sorted(body["weight_map"])[0]
+    body["weight_map"][name] = file
+    index.write_text(json.dumps(body))
+    with pytest.raises(CheckpointError, match=r"expected the name of a file beside the index"):
+        checkpoint.verify(tmp_path / "c", k3.graph)
+
+
+def test_a_checkpoint_that_could_not_be_finished_leaves_nothing(
+    llama: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.write_random(tmp_path / "c", llama.hf)
+    assert not list(tmp_path.iterdir())

@@ -55,9 +55,9 @@ def test_plain_text_config_equals_wrapper() -> None:
 
 
 def test_full_k3_rank() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     g = families.FAMILIES["kimi_k3"].build(published(), rows=8, tp=8, rank=3)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     well_formed(g)
     assert sum(w.nbytes for w in g.weights) / 1e9 == pytest.approx(195, abs=1)
     assert len([s for s in g.states if s.kind == "kv"]) == 24
@@ -113,7 +113,7 @@ def test_shipped_configs_build(name: str) -> None:
     [
         ("kimi_k3", 5, "attention heads 96"),
         ("kimi_k3", 64, "MX groups of the experts intermediate 96"),
-        ("kimi_k3_tiny", 8, "MX groups of the experts intermediate 4"),
+        ("kimi_k3_tiny", 8, "MX groups of the experts intermediate 2"),
         ("llama_3_2_1b", 16, "kv heads 8"),
         ("llama_3_2_1b", 3, "vocabulary 128256"),
         ("llama_tiny", 0, "expected >= 1"),

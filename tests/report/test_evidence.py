@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -180,7 +181,7 @@ def test_merge_seals_the_artifact_and_can_be_repeated(run_dir: Path, checks: lis
     hardware = record(run_dir / "artifact" / "step.cubin", Check("gpu/rollout", "pass", 64, 64))
 
     def seal(folder: Path, merged: ev.Bundle) -> list[str]:
-        (folder / ev.MANIFEST).write_text(json.dumps({"verdict": merged.verdict, "by": hardware.digest}))
+        (folder / ev.MANIFEST).write_text(json.dumps({"verdict": {"status": merged.verdict, "not_run": 0}, "by": hardware.digest}))
         return [ev.MANIFEST]
 
     def power_cut(folder: Path, merged: ev.Bundle) -> list[str]:
@@ -207,11 +208,28 @@ def test_hardware_record_holds_only_what_ran(run_dir: Path) -> None:
         record(run_dir / "artifact" / "step.cubin", Check("gpu/x", "not_run", reason="no GPU"))
 
 
+def all_passed(bundle: ev.Bundle) -> ev.Bundle:
+    """Consistent in itself, but not what the artifact says: nothing was left for the hardware."""
+    passed = tuple(Check(c.name, "pass", 0, 0, "", c.repeat) if c.status == "not_run" else c for c in bundle.checks)
+    return bundle.model_copy(update={"checks": passed, "verdict": "verified"})
+
+
+def test_what_cannot_be_read_is_said_in_one_line(run_dir: Path) -> None:
+    (run_dir / "evidence.json").mkdir()
+    with pytest.raises(ev.EvidenceError, match="cannot be read"):
+        ev.load(run_dir)
+    (run_dir / "evidence.json").rmdir()
+    (run_dir / "evidence.json").write_text("[" * 200_000)
+    with pytest.raises(ev.EvidenceError, match="not JSON"):
+        ev.load(run_dir)
+
+
 @pytest.mark.parametrize(("damage", "name"), [
     (lambda d: (d / "artifact" / "step.cubin").write_bytes(b"\x7fELF onE"), "digest/artifact/step.cubin"),
     (lambda d: (d / "artifact" / "manifest.json").unlink(), "digest/artifact/manifest.json"),
     (lambda d: (d / "artifact" / "extra.so").write_bytes(b"x"), "digest/artifact"),
     (lambda d: (d / "plan.json").write_text('{"plan":2}'), "digest/plan"),
+    (lambda d: ev.write(d / "evidence.json", all_passed(ev.load(d))), "digest/verdict"),
 ])
 def test_reverify_finds_damage(run_dir: Path, checks: list[Check], prov: ev.Provenance, damage: Any, name: str) -> None:
     ev.write(run_dir / "evidence.json", ev.bundle(checks, prov))
@@ -234,8 +252,12 @@ def test_command_line(run_dir: Path, checks: list[Check], prov: ev.Provenance,
     hardware = run_dir / "hardware.json"
     ev.write(hardware, record(run_dir / "artifact" / "step.cubin", Check("gpu/rollout", "pass", 64, 64)))
     assert ev.main_evidence(["show", str(run_dir)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "verified except hardware (1)"
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-1] == "verified except hardware (1)"
     assert ev.main_evidence(["verify", str(run_dir)]) == 0
+    assert re.fullmatch(r"all \d+ digests hold", capsys.readouterr().out.splitlines()[-1]), "not the run's verdict"
+    assert ev.main_evidence(["show", "--help"]) == 0
+    assert "optkit.bench.hardware" in capsys.readouterr().out, "says where a hardware record comes from"
     assert ev.main_evidence(["merge", str(run_dir), str(hardware)]) == 0
     assert ev.load(run_dir).verdict == "verified"
     (run_dir / "artifact" / "step.cubin").write_bytes(b"changed")

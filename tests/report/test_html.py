@@ -57,6 +57,20 @@ def test_sections_and_words(page: Page) -> None:
         assert f'id="{a.attrib["href"][1:]}"' in text
 
 
+def test_a_command_that_repeats_a_whole_group_is_shown_once(prov: Provenance) -> None:
+    there = "python -m optkit.bench.hardware RUN --out hardware"
+    checks = [Check(f"hardware.{i}", "not_run", reason="needs a GPU", repeat=there) for i in range(5)]
+    other = [Check("proof.raw", "pass", 0, 0, repeat="optkit check r"), Check("proof.war", "pass", 0, 0, repeat="optkit check r"),
+             Check("proof.planted", "pass", 1, 1, repeat=prov.command)]
+    scope = {"arch": "sm_90a", "shape": {"hidden_size": 256, "heads": 4}}
+    page = parsed(render(bundle([*checks, *other], prov, scope=scope)))
+    codes = [c.text for c in page.find(".//section[@id='checks']").iter("code")]  # type: ignore[union-attr]
+    assert codes.count(there) == 1 and codes.count("optkit check r") == 1
+    assert codes.count(prov.command) == 2, "in the text, and in the row that differs from its group"
+    folded = next(page.iter("details"))
+    assert "2 constants" in "".join(folded.itertext()) and "hidden_size" in "".join(folded.itertext())
+
+
 def test_sections_without_data_are_left_out(checks: list[Check], prov: Provenance) -> None:
     assert sections(render(bundle(checks[:1], prov))) == ["checks", "provenance"]
 

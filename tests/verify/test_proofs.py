@@ -86,6 +86,15 @@ def test_catch_rate_is_one_and_counts_what_applies() -> None:
     assert f"{len(faults.FAULTS) - 1} of {len(faults.FAULTS)}" in check.reason  # no mailbox in the toy
 
 
+@pytest.mark.parametrize("mechanism", ["counter", "grid_barrier"])
+def test_a_fault_that_chains_make_harmless_does_not_count(mechanism: str) -> None:
+    """In two layers of a rank, later stages on the writer's SMs tell the reader of the cache row anyway."""
+    plan = planned("kimi_k3", tp=8, layers=(2, 4), mechanism=mechanism)
+    assert faults.tagged_state(plan) is None
+    check = faults.catch_rate(plan)
+    assert check.status == "pass", check.reason
+
+
 def test_catch_rate_fails_for_a_fault_that_goes_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     harmless = faults.Fault("harmless", ("proof.raw",), lambda plan: plan)
     monkeypatch.setattr(faults, "FAULTS", (*faults.FAULTS, harmless))

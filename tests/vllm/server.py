@@ -11,13 +11,16 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from optkit.validate.served import Answer
+
 REPO = Path(__file__).resolve().parents[2]
 TOP = 20  # as many as vLLM gives without --max-logprobs
-START_LIMIT_S = 150  # 15-30 s on an idle machine
+OPTIONS = ("--dtype bfloat16 --max-num-seqs 8 --max-model-len 256 --no-enable-prefix-caching --enforce-eager").split()
+"""As README.md gives them."""
+START_LIMIT_S = 300  # 15-30 s on an idle machine; ten times that where other tests share its cores
 
 
 def vllm_python() -> Path | None:
@@ -27,25 +30,6 @@ def vllm_python() -> Path | None:
     if named and not path.exists():
         raise FileNotFoundError(f"OPTKIT_VLLM_PYTHON: {named}: no such file")
     return path if path.exists() else None
-
-
-def write_tokenizer(directory: Path, vocab: int) -> None:
-    """A tokenizer of `vocab` words t0 t1 ...; vLLM wants one to answer with logprobs."""
-    (directory / "tokenizer.json").write_text(json.dumps({
-        "version": "1.0", "added_tokens": [], "normalizer": None, "post_processor": None, "truncation": None,
-        "padding": None, "pre_tokenizer": {"type": "Whitespace"}, "decoder": None,
-        "model": {"type": "WordLevel", "vocab": {f"t{i}": i for i in range(vocab)}, "unk_token": "t0"}}))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-
-
-@dataclass
-class Answer:
-    """Served tokens and, for each, its served log probability and those of the TOP most probable tokens by id."""
-
-    prompt: list[int]
-    tokens: list[int]
-    logprobs: list[float]
-    top: list[dict[int, float]]
 
 
 class Server:
@@ -59,16 +43,15 @@ class Server:
             self.port = s.getsockname()[1]
         work.mkdir(parents=True, exist_ok=True)
         self.log_path, self.stats_path = work / "serve.log", work / "stats.json"
-        command = [str(python.parent / "vllm"), "serve", str(model), "--served-model-name", "tiny", "--dtype",
-                   "bfloat16", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4",
-                   "--no-enable-prefix-caching", "--tokenizer-mode", "hf", "--host", "127.0.0.1", "--port", str(self.port), *options]
+        command = [str(python.parent / "vllm"), "serve", str(model), "--served-model-name", "tiny", *OPTIONS, "--host",
+                   "127.0.0.1", "--port", str(self.port), *options]
         if optkit is not None:
             command += ["--additional-config", json.dumps({"optkit": optkit})]
         env = os.environ | {
             "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
-            # vLLM binds one thread to each core and spins; with anything else running that is 7 times slower.
-            "OMP_NUM_THREADS": "1", "OPTKIT_STATS": str(self.stats_path)}
-        env.pop("PYTHONPATH", None)
+            # By itself vLLM binds the worker's threads, one a core, and the workers of two servers to the same cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "OPTKIT_STATS": str(self.stats_path)}
+        env["PYTHONPATH"] = str(REPO)  # this checkout, whichever one the environment was made from
         with open(self.log_path, "wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=work,
                                             start_new_session=True)

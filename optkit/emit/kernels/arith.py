@@ -1,7 +1,7 @@
 """Register arithmetic: conversions, matrix fragments, activations, reductions. No memory access."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Uint32
 
 P = cute.arch.inline_ptx
 
@@ -13,8 +13,11 @@ def bf16_lo(w):
 
 def bf16_hi(w):
     """High bf16 of a word as Float32."""
-    return P("{ .reg .b32 t; and.b32 t, {$r0}, 0xffff0000; mov.b32 {$w0}, t; }", write_only_types=[Float32],
-             read_only_args=[w])
+    return P(
+        "{ .reg .b32 t; and.b32 t, {$r0}, 0xffff0000; mov.b32 {$w0}, t; }",
+        write_only_types=[Float32],
+        read_only_args=[w],
+    )
 
 
 def pack_bf16(lo, hi):
@@ -64,8 +67,13 @@ def unpack_e2m1(q):
         s = q << Uint32(a) if a else q
         m = q << Uint32(b) if b > 0 else q >> Uint32(-b)
         w = (m & Uint32(0x01C001C0)) | (s & Uint32(0x80008000))
-        out.append(P("{ .reg .b32 c; mov.b32 c, 0x7e807e80; mul.rn.bf16x2 {$w0}, {$r0}, c; }",
-                     write_only_types=[Uint32], read_only_args=[w]))
+        out.append(
+            P(
+                "{ .reg .b32 c; mov.b32 c, 0x7e807e80; mul.rn.bf16x2 {$w0}, {$r0}, c; }",
+                write_only_types=[Uint32],
+                read_only_args=[w],
+            )
+        )
     return out
 
 
@@ -76,15 +84,21 @@ def exp2_scale(s):
 
 def mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
     """D = A[16x16] B[16x8] + C, bf16 operands, fp32 accumulation (PTX ISA, mma.m16n8k16)."""
-    return P("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0},{$w1},{$w2},{$w3}},"
-             " {{$r0},{$r1},{$r2},{$r3}}, {{$r4},{$r5}}, {{$r6},{$r7},{$r8},{$r9}};",
-             write_only_types=[Float32] * 4, read_only_args=[a0, a1, a2, a3, b0, b1, c0, c1, c2, c3])
+    return P(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0},{$w1},{$w2},{$w3}},"
+        " {{$r0},{$r1},{$r2},{$r3}}, {{$r4},{$r5}}, {{$r6},{$r7},{$r8},{$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
+    )
 
 
 def ldmatrix_x2_trans(addr):
     """Two transposed 8x8 bf16 matrices from shared memory."""
-    return P("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {{$w0},{$w1}}, [{$r0}];", write_only_types=[Uint32] * 2,
-             read_only_args=[addr])
+    return P(
+        "ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {{$w0},{$w1}}, [{$r0}];",
+        write_only_types=[Uint32] * 2,
+        read_only_args=[addr],
+    )
 
 
 def exp(x):
@@ -119,15 +133,3 @@ def warp_max(x):
     for o in (16, 8, 4, 2, 1):
         x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=o))
     return x
-
-
-def globaltimer():
-    """Nanoseconds of the global timer."""
-    from cutlass import Uint64
-
-    return P("mov.u64 {$w0}, %%globaltimer;".replace("%%", "%"), write_only_types=[Uint64], read_only_args=[])
-
-
-def smem_addr(ptr) -> Int32:
-    """Raw 32-bit shared address of a pointer."""
-    return Int32(ptr.toint())

@@ -30,6 +30,7 @@ from optkit.emit.kernels.core import (
     i32,
     i64,
     load1,
+    load2_f32,
     load4,
     load8_words,
     operand,
@@ -41,20 +42,38 @@ from optkit.emit.kernels.core import (
 A = cute.arch
 NEG = -1.0e30
 # params of attn and attn_combine
-(T_KIND, T_GROUPS, T_HPG, T_DQK, T_DV, T_SCALE, T_SPLITS, T_K, T_K_BLOCK, T_K_ROW, T_K_HEAD, T_V, T_V_BLOCK, T_V_ROW,
- T_V_HEAD, T_LORA, T_QROW, T_NOPE) = range(18)
-T_Q, T_QL, T_OUT = 18, 20, 22
+(
+    T_KIND,
+    T_GROUPS,
+    T_HPG,
+    T_DQK,
+    T_DV,
+    T_SCALE,
+    T_SPLITS,
+    T_K,
+    T_K_BLOCK,
+    T_K_ROW,
+    T_K_HEAD,
+    T_V,
+    T_V_BLOCK,
+    T_V_ROW,
+    T_V_HEAD,
+    T_LORA,
+    T_QROW,
+    T_NOPE,
+) = range(18)
+T_Q, T_QL, T_OUT, T_TABLE = 18, 20, 22, 24
 # params of mla_insert and rope_insert
 (I_KV, I_BLOCK, I_ROW, I_LORA, I_ROPE, I_NORM, I_EPS) = range(7)
-I_IN = 8
+I_IN, I_MAPPING = 8, 10
 (R_K, R_K_BLOCK, R_K_ROW, R_K_HEAD, R_V, R_V_BLOCK, R_V_ROW, R_V_HEAD, R_HEADS, R_KV_HEADS, R_DIM, R_TABLE) = range(12)
-R_Q, R_KIN, R_VIN, R_OUT = 12, 14, 16, 18
+R_Q, R_KIN, R_VIN, R_OUT, R_MAPPING = 12, 14, 16, 18, 20
 
 
 @cute.jit
-def new_row(c, row, base, block_stride, row_stride):
+def new_row(c, row, mapping, base, block_stride, row_stride):
     """(address of the new cache row of token `row`, 1 if it may be written). A negative slot is padding."""
-    slot = M.ld_input_b64(rt_i64(c, L.RT_SLOT_MAPPING) + Int64(row) * 8)
+    slot = M.ld_input_b64(mapping + Int64(row) * 8)
     bs = rt_i64(c, L.RT_BLOCK_SIZE)
     live = slot >= Int64(0)
     pos = cutlass.max(slot, Int64(0))
@@ -76,7 +95,14 @@ def mla_insert(c, d, task):
                 x = load1(c, op, r * width + j)
                 s = s + x * x
             scale = rsqrt(block_sum(c, s, 0) / Float32(lora) + f32(d, L.PARAMS + I_EPS))
-            addr, live = new_row(c, r, i64(d, L.PARAMS + I_KV), i64(d, L.PARAMS + I_BLOCK), i64(d, L.PARAMS + I_ROW))
+            addr, live = new_row(
+                c,
+                r,
+                i64(d, L.PARAMS + I_MAPPING),
+                i64(d, L.PARAMS + I_KV),
+                i64(d, L.PARAMS + I_BLOCK),
+                i64(d, L.PARAMS + I_ROW),
+            )
             for j in cutlass.range(c.tid, width // 4, 256, unroll=1):
                 x0, x1, x2, x3 = load4(c, op, r * width + j * 4)
                 if j * 4 < lora:
@@ -123,8 +149,22 @@ def rope_insert(c, d, task):
                 a = [rotate(c, d, q, base, j + e, half, table) for e in range(4)]
                 store4(c, out, base + j, a[0][0], a[1][0], a[2][0], a[3][0])
                 store4(c, out, base + j + half, a[0][1], a[1][1], a[2][1], a[3][1])
-            ka, live = new_row(c, r, i64(d, L.PARAMS + R_K), i64(d, L.PARAMS + R_K_BLOCK), i64(d, L.PARAMS + R_K_ROW))
-            va, same = new_row(c, r, i64(d, L.PARAMS + R_V), i64(d, L.PARAMS + R_V_BLOCK), i64(d, L.PARAMS + R_V_ROW))
+            ka, live = new_row(
+                c,
+                r,
+                i64(d, L.PARAMS + R_MAPPING),
+                i64(d, L.PARAMS + R_K),
+                i64(d, L.PARAMS + R_K_BLOCK),
+                i64(d, L.PARAMS + R_K_ROW),
+            )
+            va, same = new_row(
+                c,
+                r,
+                i64(d, L.PARAMS + R_MAPPING),
+                i64(d, L.PARAMS + R_V),
+                i64(d, L.PARAMS + R_V_BLOCK),
+                i64(d, L.PARAMS + R_V_ROW),
+            )
             for i in cutlass.range(c.tid, kv_heads * half, 256, unroll=1):
                 h = i // half
                 j = i - h * half
@@ -142,11 +182,11 @@ def rope_insert(c, d, task):
 
 
 @cute.jit
-def stage_rows(c, row, dst, base, block_stride, row_stride, tok0, length, width, pitch):
+def stage_rows(c, row, dst, blocks, base, block_stride, row_stride, tok0, length, width, pitch):
     """64 cache rows of request `row` from token tok0 into shared memory; rows past the length become zero."""
     n8 = width // 8
     bs = low_i32(rt_i64(c, L.RT_BLOCK_SIZE))
-    table = rt_i64(c, L.RT_BLOCK_TABLE) + Int64(row) * rt_i64(c, L.RT_TABLE_STRIDE) * 4
+    table = blocks + Int64(row) * rt_i64(c, L.RT_TABLE_STRIDE) * 4
     for i in cutlass.range(c.tid, 64 * n8, 256, unroll=1):
         j = i // n8
         e = i - j * n8
@@ -280,11 +320,33 @@ def attn(c, d, task):
                 M.sts_f32(ml + c.tid * 4, init)
             acc = [Float32(0.0) for _ in range(32)]
             for ch in cutlass.range(first, last, unroll=1):
-                stage_rows(c, row, ks, kbase, i64(d, L.PARAMS + T_K_BLOCK), i64(d, L.PARAMS + T_K_ROW), ch * 64, length,
-                           dqk, pitch)
+                stage_rows(
+                    c,
+                    row,
+                    ks,
+                    i64(d, L.PARAMS + T_TABLE),
+                    kbase,
+                    i64(d, L.PARAMS + T_K_BLOCK),
+                    i64(d, L.PARAMS + T_K_ROW),
+                    ch * 64,
+                    length,
+                    dqk,
+                    pitch,
+                )
                 if gqa:
-                    stage_rows(c, row, vs, vbase, i64(d, L.PARAMS + T_V_BLOCK), i64(d, L.PARAMS + T_V_ROW), ch * 64,
-                               length, dv, vpitch)
+                    stage_rows(
+                        c,
+                        row,
+                        vs,
+                        i64(d, L.PARAMS + T_TABLE),
+                        vbase,
+                        i64(d, L.PARAMS + T_V_BLOCK),
+                        i64(d, L.PARAMS + T_V_ROW),
+                        ch * 64,
+                        length,
+                        dv,
+                        vpitch,
+                    )
                 csync()
                 scores(c, qs, ks, ss, pitch, dqk, scale, ch * 64, length)
                 csync()
@@ -304,7 +366,17 @@ def attn(c, d, task):
                             va = vs + (kk * 16 + (c.lane & 15)) * vpitch + col * 2
                             b0, b1 = ldmatrix_x2_trans(va)
                             acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3] = mma(
-                                p[0], p[1], p[2], p[3], b0, b1, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3])
+                                p[0],
+                                p[1],
+                                p[2],
+                                p[3],
+                                b0,
+                                b1,
+                                acc[4 * i],
+                                acc[4 * i + 1],
+                                acc[4 * i + 2],
+                                acc[4 * i + 3],
+                            )
                 csync()
             csync()
             os = ks  # [16][dv + 4] fp32
@@ -326,8 +398,15 @@ def attn(c, d, task):
                 else:
                     store4(c, out, partial_at(row, out.width, group, splits, split, hpg, h, dv) + 4 + e, o0, o1, o2, o3)
             if splits > 1 and c.tid < hpg:
-                store4(c, out, partial_at(row, out.width, group, splits, split, hpg, c.tid, dv),
-                       M.lds_f32(ml + c.tid * 4), M.lds_f32(ml + 64 + c.tid * 4), Float32(0.0), Float32(0.0))
+                store4(
+                    c,
+                    out,
+                    partial_at(row, out.width, group, splits, split, hpg, c.tid, dv),
+                    M.lds_f32(ml + c.tid * 4),
+                    M.lds_f32(ml + 64 + c.tid * 4),
+                    Float32(0.0),
+                    Float32(0.0),
+                )
             csync()
 
 
@@ -339,8 +418,12 @@ def partial_at(row, width, group, splits, split, hpg, h, dv):
 @cute.jit
 def attn_combine(c, d, task):
     """Softmax-weighted sum of the splits in split order. Unit = (row, group)."""
-    groups, splits, hpg, dv = (i32(d, L.PARAMS + T_GROUPS), i32(d, L.PARAMS + T_SPLITS), i32(d, L.PARAMS + T_HPG),
-                               i32(d, L.PARAMS + T_DV))
+    groups, splits, hpg, dv = (
+        i32(d, L.PARAMS + T_GROUPS),
+        i32(d, L.PARAMS + T_SPLITS),
+        i32(d, L.PARAMS + T_HPG),
+        i32(d, L.PARAMS + T_DV),
+    )
     part, out = operand(d, L.PARAMS + T_Q), operand(d, L.PARAMS + T_OUT)
     n4 = dv // 4
     lo, hi, step = units_of(d, task)
@@ -348,20 +431,33 @@ def attn_combine(c, d, task):
         row = u // groups
         group = u - row * groups
         if row < c.rows:
+            # weight of (head, split) = exp(m - top) / total, once a row: [16][splits] fp32 in the x area
+            for i in cutlass.range(c.tid, hpg * splits, 256, unroll=1):
+                h = i // splits
+                at = partial_at(row, part.width, group, splits, i - h * splits, hpg, h, dv)
+                m, den = load2_f32(c, part, at)
+                M.sts_v2f(c.x + i * 8, m, den)
+            csync()
+            for i in cutlass.range(c.tid, hpg * splits, 256, unroll=1):
+                h = i // splits
+                top = Float32(NEG)
+                for s in cutlass.range(splits, unroll=1):
+                    top = A.fmax(top, M.lds_f32(c.x + (h * splits + s) * 8))
+                total = Float32(0.0)
+                for s in cutlass.range(splits, unroll=1):
+                    ms = M.lds_f32(c.x + (h * splits + s) * 8)
+                    total = total + exp(ms - top) * M.lds_f32(c.x + (h * splits + s) * 8 + 4)
+                w = exp(M.lds_f32(c.x + i * 8) - top) / A.fmax(total, Float32(1.0e-30))
+                M.sts_f32(c.x + hpg * splits * 8 + i * 4, w)
+            csync()
             for i in cutlass.range(c.tid, hpg * n4, 256, unroll=1):
                 h = i // n4
                 e = (i - h * n4) * 4
-                top = Float32(NEG)
-                for s in cutlass.range(splits, unroll=1):
-                    top = A.fmax(top, load1(c, part, partial_at(row, part.width, group, splits, s, hpg, h, dv)))
-                total = Float32(0.0)
                 y = [Float32(0.0) for _ in range(4)]
-                for s in cutlass.range(splits, unroll=1):
-                    at = partial_at(row, part.width, group, splits, s, hpg, h, dv)
-                    w = exp(load1(c, part, at) - top)
-                    total = total + w * load1(c, part, at + 1)
-                    o = load4(c, part, at + 4 + e)
+                for s in cutlass.range(splits, unroll=4):
+                    w = M.lds_f32(c.x + hpg * splits * 8 + (h * splits + s) * 4)
+                    o = load4(c, part, partial_at(row, part.width, group, splits, s, hpg, h, dv) + 4 + e)
                     for q in range_constexpr(4):
                         y[q] = y[q] + w * o[q]
-                inv = Float32(1.0) / A.fmax(total, Float32(1.0e-30))
-                store4(c, out, row * out.width + (group * hpg + h) * dv + e, y[0] * inv, y[1] * inv, y[2] * inv, y[3] * inv)
+                store4(c, out, row * out.width + (group * hpg + h) * dv + e, y[0], y[1], y[2], y[3])
+            csync()

@@ -85,10 +85,31 @@ def tag_of(c, op):
 @cute.jit
 def fail(c, code, stage, edge):
     """Record the first failure in one 64-bit word (layout.HEALTH_FIELDS) and set the abort word that every wait polls."""
-    what = (Uint64(code) | Uint64(edge) << Uint64(8) | Uint64(stage & 0xFFFF) << Uint64(16) | Uint64(c.bid) << Uint64(32)
-            | (c.epoch & Uint64(0xFFFF)) << Uint64(48))
+    what = (
+        Uint64(code)
+        | Uint64(edge) << Uint64(8)
+        | Uint64(stage & 0xFFFF) << Uint64(16)
+        | Uint64(c.bid) << Uint64(32)
+        | (c.epoch & Uint64(0xFFFF)) << Uint64(48)
+    )
     M.atom_sync_claim(c.sync_base + L.SYNC_HEALTH, what)
     M.st_sync_b32(c.sync_base + L.SYNC_ABORT, 1)
+
+
+@cute.jit
+def pause(c, stage, place):
+    """With a delay seed, sleep up to 16 us at about one in four (stage, CTA, place); costs a compare without one."""
+    if c.delay != Uint32(0):
+        h = (
+            c.delay
+            ^ (Uint32(stage) * Uint32(0x9E3779B1))
+            ^ (Uint32(c.bid) * Uint32(0x85EBCA77))
+            ^ Uint32(place * 0xC2B2AE3D & 0xFFFFFFFF)
+        )
+        h = (h ^ (h >> Uint32(15))) * Uint32(0x2C1B3C6D)
+        h = h ^ (h >> Uint32(12))
+        if (h & Uint32(3)) == Uint32(0):
+            M.P("nanosleep.u32 {$r0};", read_only_args=[(h >> Uint32(8)) & Uint32(0x3FFF)])
 
 
 @cute.jit
@@ -104,7 +125,7 @@ def give_up(c, spins, code, stage, edge):
     out = Uint32(0)
     if (spins & 255) == 255:
         out = M.ld_sync_relaxed(c.sync_base + L.SYNC_ABORT)
-        if out == Uint32(0) and late(c, stage):
+        if out == Uint32(0) and late(c, stage + (1 if code == 2 else 0)):  # a tagged wait stands behind its producer's
             fail(c, code, stage, edge)
             out = Uint32(1)
     return out
@@ -136,6 +157,21 @@ def poll_tag(c, addr, tag):
 
 
 @cute.jit
+def poll_tag2(c, a, b, tag):
+    """Two tagged words at once: one trip to L2 where two single polls take two."""
+    p0, p1, t = M.ld_tag_b128(a)
+    q0, q1, v = M.ld_tag_b128(b)
+    stop = Uint32(0)
+    spins = Int32(0)
+    while (t != tag or v != tag) and stop == Uint32(0):
+        p0, p1, t = M.ld_tag_b128(a)
+        q0, q1, v = M.ld_tag_b128(b)
+        spins += 1
+        stop = give_up(c, spins, 2, Int32(low32(tag)), 0)
+    return p0, p1, q0, q1
+
+
+@cute.jit
 def poll_mail(c, addr, tag):
     """The same for a mailbox word that a peer writes."""
     p0, p1, t = M.ld_mail_b128(addr)
@@ -157,8 +193,8 @@ def load4(c, op, e):
     f3 = Float32(0.0)
     if is_f32(op):
         if is_tagged(c, op):
-            a0, a1 = poll_tag(c, op.addr + Int64(e) * 8, tag_of(c, op))
-            a2, a3 = poll_tag(c, op.addr + Int64(e) * 8 + 16, tag_of(c, op))
+            at = op.addr + Int64(e) * 8
+            a0, a1, a2, a3 = poll_tag2(c, at, at + 16, tag_of(c, op))
             f0, f1, f2, f3 = as_f32(a0), as_f32(a1), as_f32(a2), as_f32(a3)
         else:
             b0, b1, b2, b3 = M.ld_act_v4(op.addr + Int64(e) * 4)
@@ -175,6 +211,18 @@ def load4(c, op, e):
 
 
 @cute.jit
+def load2_f32(c, op, e):
+    """Elements e, e + 1 (e even) of an fp32 buffer."""
+    a0 = Uint32(0)
+    a1 = Uint32(0)
+    if is_tagged(c, op):
+        a0, a1 = poll_tag(c, op.addr + Int64(e) * 8, tag_of(c, op))
+    else:
+        a0, a1 = M.ld_act_v2(op.addr + Int64(e) * 4)
+    return as_f32(a0), as_f32(a1)
+
+
+@cute.jit
 def load8_words(c, op, e):
     """Elements e..e+7 as 4 words of bf16 pairs; f32 buffers are rounded to nearest even."""
     w0 = Uint32(0)
@@ -187,8 +235,8 @@ def load8_words(c, op, e):
         w0, w1, w2, w3 = pack_bf16(a0, a1), pack_bf16(a2, a3), pack_bf16(b0, b1), pack_bf16(b2, b3)
     else:
         if is_tagged(c, op):
-            w0, w1 = poll_tag(c, op.addr + Int64(e) * 4, tag_of(c, op))
-            w2, w3 = poll_tag(c, op.addr + Int64(e) * 4 + 16, tag_of(c, op))
+            at = op.addr + Int64(e) * 4
+            w0, w1, w2, w3 = poll_tag2(c, at, at + 16, tag_of(c, op))
         else:
             w0, w1, w2, w3 = M.ld_act_v4(op.addr + Int64(e) * 2)
     return w0, w1, w2, w3
@@ -294,8 +342,11 @@ def recv4(c, op, rank, rows_class, n, col):
 @cute.jit
 def try_wait(bar, parity):
     """One mbarrier.try_wait: 1 if the phase with this parity has completed (the hardware suspends for a while)."""
-    return M.P("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; selp.u32 {$w0}, 1, 0, p; }",
-               write_only_types=[Uint32], read_only_args=[bar, parity])
+    return M.P(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; selp.u32 {$w0}, 1, 0, p; }",
+        write_only_types=[Uint32],
+        read_only_args=[bar, parity],
+    )
 
 
 @cute.jit
@@ -304,7 +355,7 @@ def ring_wait(c, bar, parity, code):
     stop = Uint32(0)
     spins = Int32(0)
     while try_wait(bar, parity) == Uint32(0) and stop == Uint32(0):
-        spins += 255  # the hardware suspends each try: asking every time costs nothing
+        spins += 1  # the hardware suspends each try for a while, so 256 of them are long enough between two questions
         stop = give_up(c, spins, code, 0xFFFF, 0)
     return stop
 
@@ -322,7 +373,10 @@ def tile_done(c, it):
     """This warp has read tile `it`."""
     A.sync_warp()
     if c.lane == 0:
-        M.P("{ .reg .b64 t; mbarrier.arrive.shared::cta.b64 t, [{$r0}]; }", read_only_args=[c.empty + (it % c.slots) * 8])
+        M.P(
+            "{ .reg .b64 t; mbarrier.arrive.shared::cta.b64 t, [{$r0}]; }",
+            read_only_args=[c.empty + (it % c.slots) * 8],
+        )
 
 
 @cute.jit

@@ -83,8 +83,13 @@ def stage_rmsnorm(c, d, op, width, pitch):
             f = load8(c, op, r * width + j * 8)
             w = weight8(norm + Int64(j) * 16)
             y = [f[q] * scale * w[q] for q in range(8)]
-            M.sts_v4(c.x + r * pitch + j * 16, pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3]), pack_bf16(y[4], y[5]),
-                     pack_bf16(y[6], y[7]))
+            M.sts_v4(
+                c.x + r * pitch + j * 16,
+                pack_bf16(y[0], y[1]),
+                pack_bf16(y[2], y[3]),
+                pack_bf16(y[4], y[5]),
+                pack_bf16(y[6], y[7]),
+            )
 
 
 @cute.jit
@@ -183,8 +188,13 @@ def mix_row(c, d, r, width, pitch, to_smem):
             for q in range_constexpr(8):
                 y[q] = y[q] * scale * w[q]
         if const_expr(to_smem):
-            M.sts_v4(c.x + r * pitch + j * 16, pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3]), pack_bf16(y[4], y[5]),
-                     pack_bf16(y[6], y[7]))
+            M.sts_v4(
+                c.x + r * pitch + j * 16,
+                pack_bf16(y[0], y[1]),
+                pack_bf16(y[2], y[3]),
+                pack_bf16(y[4], y[5]),
+                pack_bf16(y[6], y[7]),
+            )
         else:
             out = operand(d, L.PARAMS + L.X_OUT)
             store4(c, out, r * width + j * 8, y[0], y[1], y[2], y[3])
@@ -264,8 +274,12 @@ def epilogue(c, d, pb, row0, y):
     if kind == 1:
         beta, linear_beta, act = f32(d, pb + L.P_BETA), f32(d, pb + L.P_LINEAR_BETA), i32(d, pb + L.P_ACT)
         u = [A.shuffle_sync_bfly(v, offset=2) for v in (y0, y1, y2, y3)]
-        y0, y1, y2, y3 = (activate(act, beta, linear_beta, y0, u[0]), activate(act, beta, linear_beta, y1, u[1]),
-                          activate(act, beta, linear_beta, y2, u[2]), activate(act, beta, linear_beta, y3, u[3]))
+        y0, y1, y2, y3 = (
+            activate(act, beta, linear_beta, y0, u[0]),
+            activate(act, beta, linear_beta, y1, u[1]),
+            activate(act, beta, linear_beta, y2, u[2]),
+            activate(act, beta, linear_beta, y3, u[3]),
+        )
         live = live and q < 2
     if live:
         if kind == 2:
@@ -274,15 +288,35 @@ def epilogue(c, d, pb, row0, y):
             for i in cutlass.range(1, extras, unroll=1):
                 e = load4(c, operand(d, pb + L.P_ADD0 + 2 * i), n * out.width + col)
                 y0, y1, y2, y3 = y0 + e[0], y1 + e[1], y2 + e[2], y3 + e[3]
-            y0, y1, y2, y3 = (p[0] + round_bf16(y0), p[1] + round_bf16(y1), p[2] + round_bf16(y2),
-                              p[3] + round_bf16(y3))
+            y0, y1, y2, y3 = (
+                p[0] + round_bf16(y0),
+                p[1] + round_bf16(y1),
+                p[2] + round_bf16(y2),
+                p[3] + round_bf16(y3),
+            )
         if kind == 3:
             g = load4(c, operand(d, pb + L.P_ADD0), n * out.width + col)
-            y0, y1, y2, y3 = (round_bf16(y0) * sigmoid(g[0]), round_bf16(y1) * sigmoid(g[1]),
-                              round_bf16(y2) * sigmoid(g[2]), round_bf16(y3) * sigmoid(g[3]))
+            y0, y1, y2, y3 = (
+                round_bf16(y0) * sigmoid(g[0]),
+                round_bf16(y1) * sigmoid(g[1]),
+                round_bf16(y2) * sigmoid(g[2]),
+                round_bf16(y3) * sigmoid(g[3]),
+            )
         if kind == 4:
-            send4(c, i64(d, pb + L.P_PEERS), i64(d, pb + L.P_COEFFS), i32(d, pb + L.P_N_ADD), out, n, c.rows, col,
-                  y0, y1, y2, y3)
+            send4(
+                c,
+                i64(d, pb + L.P_PEERS),
+                i64(d, pb + L.P_COEFFS),
+                i32(d, pb + L.P_N_ADD),
+                out,
+                n,
+                c.rows,
+                col,
+                y0,
+                y1,
+                y2,
+                y3,
+            )
         else:
             store4(c, out, n * out.width + col, y0, y1, y2, y3)
 

@@ -38,13 +38,22 @@ def ew(c, d, task):
                     a = load4(c, operand(d, L.PARAMS + EW_IN + 2 * i), e)
                     y0, y1, y2, y3 = y0 + a[0], y1 + a[1], y2 + a[2], y3 + a[3]
                 p = load4(c, first, e)
-                y0, y1, y2, y3 = p[0] + round_bf16(y0), p[1] + round_bf16(y1), p[2] + round_bf16(y2), p[3] + round_bf16(y3)
+                y0, y1, y2, y3 = (
+                    p[0] + round_bf16(y0),
+                    p[1] + round_bf16(y1),
+                    p[2] + round_bf16(y2),
+                    p[3] + round_bf16(y3),
+                )
             if mode == 1:
                 g = load4(c, first, e)
                 v = load4(c, operand(d, L.PARAMS + EW_IN + 2), e)
                 act, b, lb = i32(d, L.PARAMS + EW_ACT), f32(d, L.PARAMS + EW_BETA), f32(d, L.PARAMS + EW_LINEAR_BETA)
-                y0, y1, y2, y3 = (activate(act, b, lb, g[0], v[0]), activate(act, b, lb, g[1], v[1]),
-                                  activate(act, b, lb, g[2], v[2]), activate(act, b, lb, g[3], v[3]))
+                y0, y1, y2, y3 = (
+                    activate(act, b, lb, g[0], v[0]),
+                    activate(act, b, lb, g[1], v[1]),
+                    activate(act, b, lb, g[2], v[2]),
+                    activate(act, b, lb, g[3], v[3]),
+                )
             if mode == 2:
                 a = load4(c, first, e)
                 g = load4(c, operand(d, L.PARAMS + EW_IN + 2), e)
@@ -58,7 +67,12 @@ def ew(c, d, task):
                         a = load4(c, operand(d, L.PARAMS + EW_IN + 2 * i), e)
                         y0, y1, y2, y3 = y0 + a[0], y1 + a[1], y2 + a[2], y3 + a[3]
                     p = load4(c, operand(d, L.PARAMS + EW_IN + 2), e)
-                    y0, y1, y2, y3 = p[0] + round_bf16(y0), p[1] + round_bf16(y1), p[2] + round_bf16(y2), p[3] + round_bf16(y3)
+                    y0, y1, y2, y3 = (
+                        p[0] + round_bf16(y0),
+                        p[1] + round_bf16(y1),
+                        p[2] + round_bf16(y2),
+                        p[3] + round_bf16(y3),
+                    )
             if mode == 4:
                 shard = i32(d, L.PARAMS + EW_SHARD)
                 r = col // shard
@@ -85,7 +99,19 @@ def embed(c, d, task):
                     w0, w1 = M.ld_weight_v2(i64(d, L.PARAMS + EM_TABLE) + (Int64(token) * width + j * 4) * 2)
                     f0, f1, f2, f3 = bf16_lo(w0), bf16_hi(w0), bf16_lo(w1), bf16_hi(w1)
                 if ranks > 0:
-                    send4(c, i64(d, L.PARAMS + EM_PEERS), i64(d, L.PARAMS + EM_COEFFS), ranks, out, r, c.rows, j * 4,
-                          f0, f1, f2, f3)
+                    send4(
+                        c,
+                        i64(d, L.PARAMS + EM_PEERS),
+                        i64(d, L.PARAMS + EM_COEFFS),
+                        ranks,
+                        out,
+                        r,
+                        c.rows,
+                        j * 4,
+                        f0,
+                        f1,
+                        f2,
+                        f3,
+                    )
                 else:
                     store4(c, out, r * width + j * 4, f0, f1, f2, f3)

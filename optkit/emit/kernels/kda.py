@@ -13,13 +13,27 @@ from cutlass import Float32, Int64, range_constexpr
 from optkit.emit import layout as L
 from optkit.emit.kernels import memory as M
 from optkit.emit.kernels.arith import bf16_lo, exp, pack_bf16, rsqrt, sigmoid, warp_sum
-from optkit.emit.kernels.core import csync, f32, i32, i64, load1, operand, rt_i64, store4, units_of
+from optkit.emit.kernels.core import csync, f32, i32, i64, load1, operand, store4, units_of
 
 DIM = 128
 # params, relative to PARAMS; operands take two words
-(K_HEADS, K_LOWER, K_L2_EPS, K_EPS, K_CONV, K_CONV_STRIDE, K_REC, K_REC_STRIDE, K_WQ, K_WK, K_WV, K_A_LOG, K_DT_BIAS,
- K_O_NORM) = range(14)
-K_Q, K_K, K_V, K_F, K_B, K_G, K_OUT = 14, 16, 18, 20, 22, 24, 26
+(
+    K_HEADS,
+    K_LOWER,
+    K_L2_EPS,
+    K_EPS,
+    K_CONV,
+    K_CONV_STRIDE,
+    K_REC,
+    K_REC_STRIDE,
+    K_WQ,
+    K_WK,
+    K_WV,
+    K_A_LOG,
+    K_DT_BIAS,
+    K_O_NORM,
+) = range(14)
+K_Q, K_K, K_V, K_F, K_B, K_G, K_OUT, K_SLOTS = 14, 16, 18, 20, 22, 24, 26, 28
 
 
 @cute.jit
@@ -47,8 +61,11 @@ def conv_channel(c, d, part, ch, head, row, slot, live):
 @cute.jit
 def recur(c, d, slot, head, live, q, k, alpha):
     """16 rows of this warp: decay, delta rule, read-out. q, k, alpha: this lane's 4 columns. Writes o to shared memory."""
-    base = (i64(d, L.PARAMS + K_REC) + Int64(slot) * i64(d, L.PARAMS + K_REC_STRIDE)
-            + (Int64(head) * DIM * DIM + Int64(c.warp) * 16 * DIM + c.lane * 4) * 4)
+    base = (
+        i64(d, L.PARAMS + K_REC)
+        + Int64(slot) * i64(d, L.PARAMS + K_REC_STRIDE)
+        + (Int64(head) * DIM * DIM + Int64(c.warp) * 16 * DIM + c.lane * 4) * 4
+    )
     kq = warp_sum(k[0] * q[0] + k[1] * q[1] + k[2] * q[2] + k[3] * q[3])
     beta = M.lds_f32(c.x + 2048)
     for h in cutlass.range(4, unroll=1):
@@ -60,8 +77,13 @@ def recur(c, d, slot, head, live, q, k, alpha):
             o = warp_sum(e[0] * q[0] + e[1] * q[1] + e[2] * q[2] + e[3] * q[3])
             delta = beta * (M.lds_f32(c.x + 1024 + (c.warp * 16 + v) * 4) - r)
             if live:
-                M.st_state_v4f(base + v * (DIM * 4), e[0] + delta * k[0], e[1] + delta * k[1], e[2] + delta * k[2],
-                               e[3] + delta * k[3])
+                M.st_state_v4f(
+                    base + v * (DIM * 4),
+                    e[0] + delta * k[0],
+                    e[1] + delta * k[1],
+                    e[2] + delta * k[2],
+                    e[3] + delta * k[3],
+                )
             if c.lane == 0:
                 M.sts_f32(c.x + 2560 + (c.warp * 16 + v) * 4, o + delta * kq)
 
@@ -77,7 +99,7 @@ def kda(c, d, task):
         row = u // heads
         head = u - row * heads
         if row < c.rows:
-            state = M.ld_input_b32(rt_i64(c, L.RT_STATE_SLOT) + Int64(row) * 4)
+            state = M.ld_input_b32(i64(d, L.PARAMS + K_SLOTS) + Int64(row) * 4)
             live = state > 0
             slot = cutlass.max(state, 0)
             part = c.tid // DIM

@@ -15,7 +15,7 @@ from cutlass.memory.smem import SmemAllocator
 from optkit.emit import layout as L
 from optkit.emit.kernels import attention, dense, elementwise, kda, moe, producer
 from optkit.emit.kernels import memory as M
-from optkit.emit.kernels.core import Ctx, csync, fail, i32, i64, wait_counter
+from optkit.emit.kernels.core import Ctx, csync, fail, i32, i64, pause, wait_counter
 
 A = cute.arch
 DESC_BYTES = L.DESC_WORDS * 8
@@ -31,8 +31,9 @@ class Megakernel:
     @cute.jit
     def __call__(self, table: Int64, rt: Int64, n: Int32, lo: Int32, hi: Int32, stream: cuda.CUstream):
         """Launch cooperatively: all CTAs must be resident."""
-        self.kernel(table, rt, n, lo, hi).launch(grid=(self.grid, 1, 1), block=(L.THREADS, 1, 1), cooperative=True,
-                                                 min_blocks_per_mp=1, stream=stream)
+        self.kernel(table, rt, n, lo, hi).launch(
+            grid=(self.grid, 1, 1), block=(L.THREADS, 1, 1), cooperative=True, min_blocks_per_mp=1, stream=stream
+        )
 
     @cute.kernel
     def kernel(self, table: Int64, rt: Int64, n: Int32, lo: Int32, hi: Int32):
@@ -64,11 +65,34 @@ class Megakernel:
         A.mbarrier_init_fence()
         A.sync_threads()
         epoch = Uint64(M.lds_b64(misc0 + 256))
-        c = Ctx(self.slots, tagged=self.tagged, tid=tid, bid=bid, warp=warp, lane=lane, g=lane // 4, t=lane % 4, epoch=epoch,
-                sync_base=sync_base, rows=Int32(M.ld_table_b64(rt + L.RT_ROWS * 8)),
-                start=A.globaltimer(), timeout=M.ld_table_b64(rt + L.RT_TIMEOUT * 8), ring=Int32(ring.toint()), x=Int32(x.toint()),
-                red=Int32(red.toint()), scratch=misc0, mix=misc0 + 128, flag=misc0 + 264, full=bars0,
-                empty=bars0 + self.slots * 8, rt=rt)
+        shuffle = M.ld_table_b64(rt + L.RT_SHUFFLE * 8)
+        if shuffle != Int64(0):
+            bid = (bid * Int32(shuffle) + Int32(shuffle >> Int64(32))) % self.grid
+        c = Ctx(
+            self.slots,
+            tagged=self.tagged,
+            tid=tid,
+            bid=bid,
+            warp=warp,
+            lane=lane,
+            g=lane // 4,
+            t=lane % 4,
+            epoch=epoch,
+            sync_base=sync_base,
+            rows=Int32(M.ld_table_b64(rt + L.RT_ROWS * 8)),
+            start=A.globaltimer(),
+            timeout=M.ld_table_b64(rt + L.RT_TIMEOUT * 8),
+            delay=Uint32(Int32(M.ld_table_b64(rt + L.RT_DELAY * 8))),
+            ring=Int32(ring.toint()),
+            x=Int32(x.toint()),
+            red=Int32(red.toint()),
+            scratch=misc0,
+            mix=misc0 + 128,
+            flag=misc0 + 264,
+            full=bars0,
+            empty=bars0 + self.slots * 8,
+            rt=rt,
+        )
         if warp == L.WARPS:
             self.produce(c, Int32(desc.toint()) + DESC_BYTES, table, n, lo, hi)
         else:
@@ -85,10 +109,10 @@ class Megakernel:
             A.sync_warp()
             task = (c.bid + self.grid - i32(d, L.FIRST_SM)) % self.grid
             if task < i32(d, L.TASKS) and s >= lo and s < hi:
+                pause(c, s, 1)
                 it, stop = producer.produce(c, d, task, it, stop)
             A.sync_warp()
-        if stop != Uint32(0):
-            producer.drain(c, it)
+        producer.drain(c, it)
 
     @cute.jit
     def consume(self, c, d, table, n, lo, hi):
@@ -105,6 +129,8 @@ class Megakernel:
             task = (c.bid + self.grid - i32(d, L.FIRST_SM)) % self.grid
             mine = task < i32(d, L.TASKS) or i32(d, L.ALL_SMS) == 1
             active = s >= lo and s < hi
+            if active:
+                pause(c, s, 2)
             if mine and active and c.tid < i32(d, L.N_WAITS):
                 w = L.WAITS + 2 * c.tid
                 if wait_counter(c, i64(d, w), i32(d, w + 1), 1, i32(d, L.TAG), c.tid) != Uint32(0):
@@ -113,9 +139,12 @@ class Megakernel:
             dead = M.lds_b32(c.flag)
             if active and task < i32(d, L.TASKS) and dead == Uint32(0):
                 it = self.dispatch(c, d, task, it)
+            signal = i64(d, L.SIGNAL)  # before the barrier: behind it others write the next descriptor over this one
             csync()
-            if mine and c.tid == 0 and i64(d, L.SIGNAL) != Int64(0):
-                M.red_sync_release(i64(d, L.SIGNAL), 1)
+            if active:
+                pause(c, s, 3)
+            if mine and c.tid == 0 and signal != Int64(0):
+                M.red_sync_release(signal, 1)
         csync()
         if c.tid == 0:
             M.red_sync_release64(c.sync_base + L.SYNC_EXITED, 1)
@@ -137,5 +166,15 @@ class Megakernel:
         return it
 
 
-PLAIN = {1: dense.mixnorm, 2: dense.blockstats, 3: elementwise.embed, 4: kda.kda, 5: attention.mla_insert,
-         6: attention.rope_insert, 7: attention.attn, 8: attention.attn_combine, 9: elementwise.ew, 10: moe.route}
+PLAIN = {
+    1: dense.mixnorm,
+    2: dense.blockstats,
+    3: elementwise.embed,
+    4: kda.kda,
+    5: attention.mla_insert,
+    6: attention.rope_insert,
+    7: attention.attn,
+    8: attention.attn_combine,
+    9: elementwise.ew,
+    10: moe.route,
+}

@@ -84,8 +84,11 @@ def ld_act_b32(a):
 
 def ld_act_b16(a):
     """2 bytes, zero-extended to Uint32."""
-    return P("{ .reg .b16 h; ld.relaxed.gpu.global.b16 h, [{$r0}]; cvt.u32.u16 {$w0}, h; }",
-             write_only_types=[Uint32], read_only_args=[a])
+    return P(
+        "{ .reg .b16 h; ld.relaxed.gpu.global.b16 h, [{$r0}]; cvt.u32.u16 {$w0}, h; }",
+        write_only_types=[Uint32],
+        read_only_args=[a],
+    )
 
 
 def st_act_v4(a, v0, v1, v2, v3):
@@ -106,26 +109,40 @@ def st_act_b32(a, v):
 # ---- tagged words: payload and tag in one 16-byte access
 def ld_tag_b128(a):
     """(payload 0, payload 1, tag) of one tagged word."""
-    return P("{ .reg .b128 q; .reg .b64 d; ld.relaxed.gpu.global.b128 q, [{$r0}]; mov.b128 {d, {$w2}}, q;"
-             " mov.b64 {{$w0},{$w1}}, d; }", write_only_types=[Uint32, Uint32, Uint64], read_only_args=[a])
+    return P(
+        "{ .reg .b128 q; .reg .b64 d; ld.relaxed.gpu.global.b128 q, [{$r0}]; mov.b128 {d, {$w2}}, q;"
+        " mov.b64 {{$w0},{$w1}}, d; }",
+        write_only_types=[Uint32, Uint32, Uint64],
+        read_only_args=[a],
+    )
 
 
 def st_tag_b128(a, v0, v1, tag):
     """Write one tagged word."""
-    P("{ .reg .b128 q; .reg .b64 d; mov.b64 d, {{$r1},{$r2}}; mov.b128 q, {d, {$r3}};"
-      " st.relaxed.gpu.global.b128 [{$r0}], q; }", read_only_args=[a, v0, v1, tag])
+    P(
+        "{ .reg .b128 q; .reg .b64 d; mov.b64 d, {{$r1},{$r2}}; mov.b128 q, {d, {$r3}};"
+        " st.relaxed.gpu.global.b128 [{$r0}], q; }",
+        read_only_args=[a, v0, v1, tag],
+    )
 
 
 def ld_mail_b128(a):
     """(payload 0, payload 1, tag) of one mailbox word; a peer writes it."""
-    return P("{ .reg .b128 q; .reg .b64 d; ld.relaxed.sys.global.b128 q, [{$r0}]; mov.b128 {d, {$w2}}, q;"
-             " mov.b64 {{$w0},{$w1}}, d; }", write_only_types=[Uint32, Uint32, Uint64], read_only_args=[a])
+    return P(
+        "{ .reg .b128 q; .reg .b64 d; ld.relaxed.sys.global.b128 q, [{$r0}]; mov.b128 {d, {$w2}}, q;"
+        " mov.b64 {{$w0},{$w1}}, d; }",
+        write_only_types=[Uint32, Uint32, Uint64],
+        read_only_args=[a],
+    )
 
 
 def st_mail_b128(a, v0, v1, tag):
     """Write one mailbox word, here or at a peer."""
-    P("{ .reg .b128 q; .reg .b64 d; mov.b64 d, {{$r1},{$r2}}; mov.b128 q, {d, {$r3}};"
-      " st.relaxed.sys.global.b128 [{$r0}], q; }", read_only_args=[a, v0, v1, tag])
+    P(
+        "{ .reg .b128 q; .reg .b64 d; mov.b64 d, {{$r1},{$r2}}; mov.b128 q, {d, {$r3}};"
+        " st.relaxed.sys.global.b128 [{$r0}], q; }",
+        read_only_args=[a, v0, v1, tag],
+    )
 
 
 # ---- state owned by vLLM
@@ -141,8 +158,11 @@ def ld_state_v4f(a):
 
 def ld_state_b16(a):
     """2 bytes, zero-extended to Uint32."""
-    return P("{ .reg .b16 h; ld.relaxed.gpu.global.b16 h, [{$r0}]; cvt.u32.u16 {$w0}, h; }",
-             write_only_types=[Uint32], read_only_args=[a])
+    return P(
+        "{ .reg .b16 h; ld.relaxed.gpu.global.b16 h, [{$r0}]; cvt.u32.u16 {$w0}, h; }",
+        write_only_types=[Uint32],
+        read_only_args=[a],
+    )
 
 
 def st_state_v4f(a, v0, v1, v2, v3):
@@ -188,7 +208,9 @@ def atom_sync_ticket(a):
 
 def atom_sync_claim(a, v):
     """Set a 64-bit word from 0 to v once (health: the first failure wins); returns the previous value."""
-    return P("atom.relaxed.gpu.global.cas.b64 {$w0}, [{$r0}], 0, {$r1};", write_only_types=[Uint64], read_only_args=[a, v])
+    return P(
+        "atom.relaxed.gpu.global.cas.b64 {$w0}, [{$r0}], 0, {$r1};", write_only_types=[Uint64], read_only_args=[a, v]
+    )
 
 
 def st_sync_b32(a, v):
@@ -199,8 +221,10 @@ def st_sync_b32(a, v):
 # ---- bulk copies of weights
 def bulk_weight(dst, src, nbytes, bar):
     """nbytes (multiple of 16) of weights from global to shared; completes on the mbarrier at shared address bar."""
-    P("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-      read_only_args=[dst, src, Int32(nbytes), bar])
+    P(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[dst, src, Int32(nbytes), bar],
+    )
 
 
 # ---- shared memory (not a class of the audit: only this CTA sees it)
@@ -241,8 +265,9 @@ def lds_b64(a):
 
 def lds_u8(a):
     """One byte of shared memory, zero-extended."""
-    return P("{ .reg .b16 h; ld.shared.u8 h, [{$r0}]; cvt.u32.u16 {$w0}, h; }", write_only_types=[Uint32],
-             read_only_args=[a])
+    return P(
+        "{ .reg .b16 h; ld.shared.u8 h, [{$r0}]; cvt.u32.u16 {$w0}, h; }", write_only_types=[Uint32], read_only_args=[a]
+    )
 
 
 def sts_v4(a, v0, v1, v2, v3):

@@ -8,7 +8,7 @@ e2m1 pairs unpack in the order (p, p + 4), so x is staged with each 8 values int
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
 
 from optkit.emit import layout as L
 from optkit.emit.kernels import memory as M
@@ -19,6 +19,7 @@ from optkit.emit.kernels.core import (
     i32,
     i64,
     load1,
+    load4,
     operand,
     send4,
     store4,
@@ -33,8 +34,22 @@ A = cute.arch
 (RO_EXPERTS, RO_TOPK, RO_SCALE, RO_BIAS, RO_IDS, RO_UNIQ) = range(6)
 RO_LOGITS, RO_WTS = 6, 8
 # params of the expert stages
-(E_INTER, E_LATENT, E_TOPK, E_ACT, E_BETA, E_LINEAR_BETA, E_UNIQ, E_W1, E_S1, E_W3, E_S3, E_RANKS, E_PEERS,
- E_COEFFS) = range(14)
+(
+    E_INTER,
+    E_LATENT,
+    E_TOPK,
+    E_ACT,
+    E_BETA,
+    E_LINEAR_BETA,
+    E_UNIQ,
+    E_W1,
+    E_S1,
+    E_W3,
+    E_S3,
+    E_RANKS,
+    E_PEERS,
+    E_COEFFS,
+) = range(14)
 E_IN, E_OUT, E_WTS = 14, 16, 18
 
 
@@ -42,21 +57,31 @@ E_IN, E_OUT, E_WTS = 14, 16, 18
 def route(c, d, task):
     """One task: warp r selects for row r; then the list of distinct experts in first-appearance order.
 
-    Shared memory in the x area: scores s + bias [8][E] fp32; then ids [8][topk], first flags and ranks [8 topk].
+    Shared memory in the x area: scores s + bias [8][E] and s [8][E] fp32; then ids [8][topk], first flags, ranks and the
+    expert of each rank [8 topk].
     """
     experts, topk = i32(d, L.PARAMS + RO_EXPERTS), i32(d, L.PARAMS + RO_TOPK)
     logits, wts = operand(d, L.PARAMS + RO_LOGITS), operand(d, L.PARAMS + RO_WTS)
     ids_out, uniq = i64(d, L.PARAMS + RO_IDS), i64(d, L.PARAMS + RO_UNIQ)
     row = c.warp
-    ids = c.x + L.ROWS * experts * 4
+    gates = c.x + L.ROWS * experts * 4
+    ids = gates + L.ROWS * experts * 4
     sel = ids + 512
     rank = sel + 512
+    owner = rank + 512
+    bias = i64(d, L.PARAMS + RO_BIAS)
+    for i in cutlass.range(c.tid, c.rows * (experts // 4), 256, unroll=1):
+        r = i // (experts // 4)
+        col = (i - r * (experts // 4)) * 4
+        x = load4(c, logits, r * logits.width + col)
+        b = M.ld_weight_v4f(bias + Int64(col) * 4)
+        s = [sigmoid(v) for v in x]
+        at = (r * experts + col) * 4
+        M.sts_v4f(gates + at, s[0], s[1], s[2], s[3])
+        M.sts_v4f(c.x + at, s[0] + b[0], s[1] + b[1], s[2] + b[2], s[3] + b[3])
+    csync()
     if row < c.rows:
         sc = c.x + row * experts * 4
-        for i in cutlass.range(c.lane, experts, 32, unroll=1):
-            s = sigmoid(load1(c, logits, row * logits.width + i))
-            M.sts_f32(sc + i * 4, s + M.ld_weight_f32(i64(d, L.PARAMS + RO_BIAS) + Int64(i) * 4))
-        A.sync_warp()
         total = Float32(0.0)
         for k in cutlass.range(topk, unroll=1):
             best = Float32(-1.0e30)
@@ -73,7 +98,7 @@ def route(c, d, task):
                     best = ov
                     at = oi
             at = cutlass.min(at, experts - 1)
-            s = sigmoid(load1(c, logits, row * logits.width + at))
+            s = M.lds_f32(gates + (row * experts + at) * 4)
             total = total + s
             A.sync_warp()
             if c.lane == 0:
@@ -105,17 +130,18 @@ def route(c, d, task):
         for v in cutlass.range(mine, unroll=1):
             before += M.lds_i32(sel + v * 4)
         M.sts_b32(rank + mine * 4, before)
+        if first == 1:
+            M.sts_b32(owner + before * 4, M.lds_i32(ids + mine * 4))
     csync()
+    last = M.lds_i32(rank + (n - 1) * 4) + M.lds_i32(sel + (n - 1) * 4)
     stride = 1 + L.ROWS
     for i in cutlass.range(c.tid, L.ROWS * topk * L.ROWS, 256, unroll=1):
         u = i // L.ROWS
         r = i - u * L.ROWS
         k = Int32(-1)
         expert = Int32(-1)
-        if u < n:
-            for v in cutlass.range(n, unroll=1):
-                if M.lds_i32(rank + v * 4) == u and M.lds_i32(sel + v * 4) == 1:
-                    expert = M.lds_i32(ids + v * 4)
+        if u < last:
+            expert = M.lds_i32(owner + u * 4)
         if expert >= 0 and r < c.rows:
             for q in cutlass.range(topk, unroll=1):
                 if M.lds_i32(ids + (r * topk + q) * 4) == expert:
@@ -124,9 +150,6 @@ def route(c, d, task):
         if r == 0:
             M.st_act_b32(uniq + Int64(1 + u * stride) * 4, expert)
     if c.tid == 0:
-        last = Int32(0)
-        for v in cutlass.range(n, unroll=1):
-            last += M.lds_i32(sel + v * 4)
         M.st_act_b32(uniq, last)
 
 
@@ -137,11 +160,13 @@ def distinct(c, uniq, topk):
 
 
 @cute.jit
-def fp4_tile(c, slot, x, acc, groups, scale_pitch, weight_lo, weight_hi):
+def fp4_tile(c, slot, x, mask, acc, groups, scale_pitch, weight_lo, weight_hi):
     """acc += scaled tile . x over this warp's groups of 32 columns.
 
-    `weight_lo`, `weight_hi` multiply the two token columns this lane accumulates (1 for gate/up, the routing weight for
-    down). Scales lie at SCALES: row m at m * scale_pitch, one byte per group.
+    `mask` is all ones, or zero where token row c.g has no part in this tile: its x then counts as zeros, whatever stands
+    there (a routing weight of 0 would not do: 0 times the NaN of another request is NaN). `weight_lo`, `weight_hi`
+    multiply the two token columns this lane accumulates (1 for gate/up, the routing weight for down). Scales lie at
+    SCALES: row m at m * scale_pitch, one byte per group.
     """
     a0, a1, a2, a3 = acc
     zero = Float32(0.0)
@@ -150,8 +175,8 @@ def fp4_tile(c, slot, x, acc, groups, scale_pitch, weight_lo, weight_hi):
         lo = unpack_e2m1(M.lds_b32(wa))
         hi = unpack_e2m1(M.lds_b32(wa + 8 * L.PITCH))
         b = M.lds_v4(x + q * 64 + c.t * 16)
-        d0, d1, d2, d3 = mma(lo[0], hi[0], lo[1], hi[1], b[0], b[1], zero, zero, zero, zero)
-        d0, d1, d2, d3 = mma(lo[2], hi[2], lo[3], hi[3], b[2], b[3], d0, d1, d2, d3)
+        d0, d1, d2, d3 = mma(lo[0], hi[0], lo[1], hi[1], b[0] & mask, b[1] & mask, zero, zero, zero, zero)
+        d0, d1, d2, d3 = mma(lo[2], hi[2], lo[3], hi[3], b[2] & mask, b[3] & mask, d0, d1, d2, d3)
         s_lo = exp2_scale(M.lds_u8(slot + L.SCALES + c.g * scale_pitch + q))
         s_hi = exp2_scale(M.lds_u8(slot + L.SCALES + (c.g + 8) * scale_pitch + q))
         a0 = a0 + d0 * (s_lo * weight_lo)
@@ -173,6 +198,7 @@ def expert_gate_up(c, d, task, it):
     per = inter // 8
     lo, hi, step = units_of(d, task)
     one = Float32(1.0)
+    every = Uint32(0xFFFFFFFF)
     parity = Int32(0)
     for i in cutlass.range(lo, hi, step, unroll=1):
         u = i // per
@@ -182,7 +208,9 @@ def expert_gate_up(c, d, task, it):
             for ch in cutlass.range((latent + L.CHUNK_FP4 - 1) // L.CHUNK_FP4, unroll=1):
                 cols = cutlass.min(latent - ch * L.CHUNK_FP4, L.CHUNK_FP4)
                 slot = tile_wait(c, it)
-                acc = fp4_tile(c, slot, c.x + c.g * pitch + ch * (L.CHUNK_FP4 * 2), acc, cols // 32, cols // 32, one, one)
+                acc = fp4_tile(
+                    c, slot, c.x + c.g * pitch + ch * (L.CHUNK_FP4 * 2), every, acc, cols // 32, cols // 32, one, one
+                )
                 tile_done(c, it)
                 it += 1
             y0, y1, y2, y3 = reduce_tile(c, acc, parity)
@@ -194,8 +222,15 @@ def expert_gate_up(c, d, task, it):
                 if c.g < c.rows:
                     k = Int32(M.ld_act_b32(uniq + Int64(1 + u * (1 + L.ROWS) + 1 + c.g) * 4))
                 if k >= 0 and c.t < 2:
-                    store4(c, out, c.g * out.width + k * inter + j * 8 + 4 * c.t, activate(act, b, lb, y0, v[0]),
-                           activate(act, b, lb, y1, v[1]), activate(act, b, lb, y2, v[2]), activate(act, b, lb, y3, v[3]))
+                    store4(
+                        c,
+                        out,
+                        c.g * out.width + k * inter + j * 8 + 4 * c.t,
+                        activate(act, b, lb, y0, v[0]),
+                        activate(act, b, lb, y1, v[1]),
+                        activate(act, b, lb, y2, v[2]),
+                        activate(act, b, lb, y3, v[3]),
+                    )
     return it
 
 
@@ -241,11 +276,13 @@ def expert_down(c, d, task, it):
                 wa = M.lds_f32(weights + (2 * c.t * topk + ka) * 4)
             if kb >= 0:
                 wb = M.lds_f32(weights + ((2 * c.t + 1) * topk + kb) * 4)
-            src = cutlass.max(kx, 0)  # a row without the expert multiplies something finite by weight 0
+            src = Int32(0)
+            mask = Uint32(0)
             if kx >= 0:
                 src = c.g * topk + kx
+                mask = Uint32(0xFFFFFFFF)
             slot = tile_wait(c, it)
-            acc = fp4_tile(c, slot, c.x + src * pitch, acc, inter // 32, inter // 32, wa, wb)
+            acc = fp4_tile(c, slot, c.x + src * pitch, mask, acc, inter // 32, inter // 32, wa, wb)
             tile_done(c, it)
             it += 1
         y = reduce_tile(c, acc, parity)
@@ -254,8 +291,20 @@ def expert_down(c, d, task, it):
         if c.warp == 0 and c.g < c.rows and col < latent:
             ranks = i32(d, L.PARAMS + E_RANKS)
             if ranks > 0:
-                send4(c, i64(d, L.PARAMS + E_PEERS), i64(d, L.PARAMS + E_COEFFS), ranks, out, c.g, c.rows, col, y[0], y[1],
-                      y[2], y[3])
+                send4(
+                    c,
+                    i64(d, L.PARAMS + E_PEERS),
+                    i64(d, L.PARAMS + E_COEFFS),
+                    ranks,
+                    out,
+                    c.g,
+                    c.rows,
+                    col,
+                    y[0],
+                    y[1],
+                    y[2],
+                    y[3],
+                )
             else:
                 store4(c, out, c.g * out.width + col, y[0], y[1], y[2], y[3])
     return it

@@ -7,7 +7,7 @@ it; every warp waits for every lap of every slot in order, so a parity can never
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32, range_constexpr
 
 from optkit.emit import layout as L
 from optkit.emit.kernels import memory as M
@@ -23,8 +23,10 @@ def slot_for(c, it, nbytes):
     s = it % c.slots
     stop = ring_wait(c, c.empty + s * 8, ((it // c.slots) & 1) ^ 1, 3)
     if c.lane == 0 and stop == Uint32(0):
-        M.P("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared::cta.b64 t, [{$r0}], {$r1}; }",
-            read_only_args=[c.full + s * 8, nbytes])
+        M.P(
+            "{ .reg .b64 t; mbarrier.arrive.expect_tx.shared::cta.b64 t, [{$r0}], {$r1}; }",
+            read_only_args=[c.full + s * 8, nbytes],
+        )
     A.sync_warp()
     return c.ring + s * L.SLOT, c.full + s * 8, stop
 
@@ -88,8 +90,37 @@ def queue_scales(c, slot, bar, lo, hi, k, ch, groups):
         if c.lane >= 8:
             base = hi
         if c.lane < 16:
-            M.bulk_weight(slot + L.SCALES + c.lane * groups, base + Int64(row) * per_row + Int64(ch) * (L.CHUNK_FP4 // 32),
-                          groups, bar)
+            M.bulk_weight(
+                slot + L.SCALES + c.lane * groups,
+                base + Int64(row) * per_row + Int64(ch) * (L.CHUNK_FP4 // 32),
+                groups,
+                bar,
+            )
+
+
+@cute.jit
+def expert_ids(c, uniq, n):
+    """The step's distinct experts, four a lane (expert u in lane u % 32): a read from L2 for every tile would cost more
+    than the tile."""
+    ids = [Int32(0) for _ in range(4)]
+    for q in range_constexpr(4):
+        u = c.lane + 32 * q
+        if u < n:
+            ids[q] = Int32(M.ld_act_b32(uniq + Int64(1 + u * (1 + L.ROWS)) * 4))
+    return ids[0], ids[1], ids[2], ids[3]
+
+
+@cute.jit
+def expert_at(ids, u):
+    """Expert u of `expert_ids`; all lanes ask for the same u."""
+    v = ids[0]
+    if u >= 32:
+        v = ids[1]
+    if u >= 64:
+        v = ids[2]
+    if u >= 96:
+        v = ids[3]
+    return A.shuffle_sync(v, u % 32)
 
 
 @cute.jit
@@ -98,24 +129,42 @@ def queue_gate_up(c, d, task, it, stop):
     inter, latent = i32(d, L.PARAMS + moe.E_INTER), i32(d, L.PARAMS + moe.E_LATENT)
     uniq = i64(d, L.PARAMS + moe.E_UNIQ)
     n = moe.distinct(c, uniq, i32(d, L.PARAMS + moe.E_TOPK))
+    ids = expert_ids(c, uniq, n)
     per = inter // 8
     lo, hi, step = units_of(d, task)
     for i in cutlass.range(lo, hi, step, unroll=1):
         u = i // per
         j = i - u * per
         if u < n and stop == Uint32(0):
-            e = Int64(Int32(M.ld_act_b32(uniq + Int64(1 + u * (1 + L.ROWS)) * 4)))
-            row = e * inter + Int64(j) * 8
+            row = Int64(expert_at(ids, u)) * inter + Int64(j) * 8
             wp, sp = Int64(latent // 2), Int64(latent // 32)
             for ch in cutlass.range((latent + L.CHUNK_FP4 - 1) // L.CHUNK_FP4, unroll=1):
                 cols = cutlass.min(latent - ch * L.CHUNK_FP4, L.CHUNK_FP4)
                 if stop == Uint32(0):
                     slot, bar, stop = slot_for(c, it, 16 * (cols // 2) + 16 * (cols // 32))
                     if stop == Uint32(0):
-                        queue_rows(c, slot, bar, i64(d, L.PARAMS + moe.E_W1) + row * wp, i64(d, L.PARAMS + moe.E_W3) + row * wp,
-                                   8, 8, wp, Int64(ch) * (L.CHUNK_FP4 // 2), cols // 2)
-                        queue_scales(c, slot, bar, i64(d, L.PARAMS + moe.E_S1) + row * sp, i64(d, L.PARAMS + moe.E_S3) + row * sp,
-                                     latent, ch, cols // 32)
+                        queue_rows(
+                            c,
+                            slot,
+                            bar,
+                            i64(d, L.PARAMS + moe.E_W1) + row * wp,
+                            i64(d, L.PARAMS + moe.E_W3) + row * wp,
+                            8,
+                            8,
+                            wp,
+                            Int64(ch) * (L.CHUNK_FP4 // 2),
+                            cols // 2,
+                        )
+                        queue_scales(
+                            c,
+                            slot,
+                            bar,
+                            i64(d, L.PARAMS + moe.E_S1) + row * sp,
+                            i64(d, L.PARAMS + moe.E_S3) + row * sp,
+                            latent,
+                            ch,
+                            cols // 32,
+                        )
                         it += 1
     return it, stop
 
@@ -126,13 +175,13 @@ def queue_down(c, d, task, it, stop):
     inter, latent = i32(d, L.PARAMS + moe.E_INTER), i32(d, L.PARAMS + moe.E_LATENT)
     uniq = i64(d, L.PARAMS + moe.E_UNIQ)
     n = moe.distinct(c, uniq, i32(d, L.PARAMS + moe.E_TOPK))
+    ids = expert_ids(c, uniq, n)
     lo, hi, step = units_of(d, task)
     wp, sp = Int64(inter // 2), Int64(inter // 32)
     for u0 in cutlass.range(lo, hi, step, unroll=1):
         for u in cutlass.range(n, unroll=1):
             if stop == Uint32(0):
-                e = Int64(Int32(M.ld_act_b32(uniq + Int64(1 + u * (1 + L.ROWS)) * 4)))
-                row = e * latent + Int64(u0) * 16
+                row = Int64(expert_at(ids, u)) * latent + Int64(u0) * 16
                 slot, bar, stop = slot_for(c, it, 16 * (inter // 2) + 16 * (inter // 32))
                 if stop == Uint32(0):
                     w, s = i64(d, L.PARAMS + moe.E_W1) + row * wp, i64(d, L.PARAMS + moe.E_S1) + row * sp
@@ -165,9 +214,12 @@ def produce(c, d, task, it, stop):
 
 @cute.jit
 def drain(c, it):
-    """After an abort: the copies in flight must land before the CTA may exit."""
+    """The copies in flight must land before the CTA may exit. Always, not only where this warp saw the abort: it may have
+    queued its last tiles before consumers gave up. After a step that went well every one of them has landed already."""
     for i in cutlass.range(cutlass.max(it - c.slots, 0), it, unroll=1):
         bar = c.full + (i % c.slots) * 8
         parity = (i // c.slots) & 1
-        M.P("{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; @!p bra W; }",
-            read_only_args=[bar, parity])
+        M.P(
+            "{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; @!p bra W; }",
+            read_only_args=[bar, parity],
+        )

@@ -1,6 +1,20 @@
 """The math of every op kind, written once: `OPS[kind].ref`. Importing this package fills the registry."""
 
-from optkit.models.ops import attention, attnres, comm, dense, kda, moe
+from optkit.models.ops import (
+    attention,
+    attnres,
+    cache_formats,
+    comm,
+    dense,
+    indexer,
+    kda,
+    latent_cache,
+    moe,
+    ngram,
+    rotary,
+    sparse_attention,
+    streams,
+)
 from optkit.models.ops.base import (
     OPS,
     ChoiceError,
@@ -25,8 +39,15 @@ __all__ = [
     "rms_scale",
     "attention",
     "attnres",
+    "cache_formats",
     "comm",
     "dense",
+    "indexer",
     "kda",
+    "latent_cache",
     "moe",
+    "ngram",
+    "rotary",
+    "sparse_attention",
+    "streams",
 ]

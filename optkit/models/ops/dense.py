@@ -86,3 +86,12 @@ def add(op: Op, ins: list[Tensor], weights: Weights, ctx: StepContext) -> list[T
     if ctx.math != torch.float64:
         delta = delta.to(torch.bfloat16).to(ctx.math)
     return [ins[0] + delta]
+
+
+@register("sum")
+def sum_terms(op: Op, ins: list[Tensor], weights: Weights, ctx: StepContext) -> list[Tensor]:
+    """a, b, ... -> a + b + ..., added in order; one rounding, to the output's dtype."""
+    total = ins[0]
+    for term in ins[1:]:
+        total = total + term
+    return [total]

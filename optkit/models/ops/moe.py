@@ -1,6 +1,7 @@
 """Router and routed experts with MXFP4 weights (LatentMoE: experts work on a latent of the token).
 
-DeepSeek-V3 style sigmoid router: the bias steers the choice and is not part of the weights.
+DeepSeek-V3 style router (sigmoid, or the square root of softplus): the bias steers the choice and is not part of the
+weights.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from optkit.models.graph import Op
-from optkit.models.ops.base import ChoiceError, StepContext, WeightTensor, activation, cast, register
+from optkit.models.ops.base import StepContext, WeightTensor, activation, cast, register
+from optkit.models.ops.choices import adopt
 from optkit.models.ops.mxfp4 import dequantise
 
 Weights = Mapping[str, WeightTensor]
@@ -19,41 +21,26 @@ CHUNK_ELEMENTS = 1 << 26
 """Experts are expanded in chunks of at most this many elements, 512 MiB in float64."""
 
 
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x) without overflow and without the linear shortcut for large x."""
+    return torch.logaddexp(x, torch.zeros_like(x))
+
+
 @register("route")
 def route(op: Op, ins: list[Tensor], weights: Weights, ctx: StepContext) -> list[Tensor]:
-    """logits [R, E] -> ids [R, topk] by falling sigmoid(logit) + bias (ties: lower id), wts = share of the sigmoids."""
-    topk = op.attr("topk")
-    s = torch.sigmoid(ins[0])
+    """logits [R, E] -> ids [R, topk] by falling s + bias (ties: lower id), wts = shares of the chosen s.
+
+    s = sigmoid(logit), or sqrt(softplus(logit)) where attr `score` says "sqrt_softplus".
+    """
+    topk, score = op.attr("topk"), dict(op.attrs).get("score", "sigmoid")
+    s = torch.sigmoid(ins[0]) if score == "sigmoid" else torch.sqrt(softplus(ins[0]))
     biased = s + cast(weights, "bias", ctx)
     ids = torch.sort(biased, dim=-1, descending=True, stable=True).indices[:, :topk]
     if ctx.choices is not None and op.outputs[0] in ctx.choices.ids:
-        ids = _adopt(op.outputs[0], ids, biased, ctx)
+        ids = adopt(op.outputs[0], ids, biased, ctx.choices.score_error, ctx)
     chosen = s.gather(-1, ids)
     wts = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * op.attr("scale")
     return [ids.int(), wts]
-
-
-def _adopt(name: str, own: Tensor, biased: Tensor, ctx: StepContext) -> Tensor:
-    """The other implementation's ids, if every swap lies within the score error; rows of padding keep their own."""
-    assert ctx.choices is not None
-    theirs = ctx.choices.ids[name].to(own.device).long()
-    result = own.clone()
-    for r in range(own.shape[0]):
-        if ctx.active is not None and not bool(ctx.active[r]):
-            continue
-        mine, other = set(own[r].tolist()), set(theirs[r].tolist())
-        if len(other) != own.shape[1] or min(other) < 0 or max(other) >= biased.shape[1]:
-            raise ChoiceError(f"{name} row {r}: {theirs[r].tolist()}: expected {own.shape[1]} distinct expert ids")
-        if mine != other:
-            gap = float(biased[r, sorted(mine - other)].max() - biased[r, sorted(other - mine)].min())
-            if gap > ctx.choices.score_error:
-                raise ChoiceError(
-                    f"{name} row {r}: chose {sorted(other - mine)} instead of {sorted(mine - other)}, score gap "
-                    f"{gap:.3g}: expected at most the score error {ctx.choices.score_error:.3g}"
-                )
-            ctx.choices.adopted.append((name, r, gap))
-        result[r] = theirs[r]
-    return result
 
 
 def _chunks(w: WeightTensor, experts: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

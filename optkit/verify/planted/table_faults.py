@@ -425,15 +425,6 @@ FAULTS: tuple[Fault, ...] = (
         words(parts(L.P_OUT_META), lambda v: v & ~L.META_TAGGED, many, tagged),
         "tagged",
     ),
-    F(
-        "mailbox read as an activation",
-        "scope too narrow",
-        "tags",
-        words(
-            named("elementwise", "EW_IN") + 1, lambda v: v & ~L.META_MAIL, body("ew"), lambda v: bool(v & L.META_MAIL)
-        ),
-        "ranks",
-    ),
     F("bf16 read as fp32", "wrong shape", "tags", words(gemv_operand, lambda v: v ^ 1, many)),
     F("row width of an operand", "wrong shape", "tags", words(gemv_operand, lambda v: v + (8 << 32), many)),
     F(
