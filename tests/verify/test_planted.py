@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from optkit.emit.lower import limits
 from optkit.models import families
 from optkit.plan.choices import PlanChoices
 from optkit.plan.types import Edge
@@ -157,8 +158,10 @@ def test_the_table_has_a_digest_that_times_do_not_change() -> None:
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "real"])
 def test_right_tables_and_constants_pass(name: str, variant: str) -> None:
     s = subject(name)
-    assert {c.name: c.reason for c in audit_table(s.plan(variant), s.graph(variant)) if c.status != "pass"} == {}
     assert check_constants(s.plan(variant), s.graph(variant), s.config).status == "pass"
+    if limits(s.plan(variant)):  # no device body can do a stage of it: there is no table
+        return
+    assert {c.name: c.reason for c in audit_table(s.plan(variant), s.graph(variant)) if c.status != "pass"} == {}
 
 
 def test_any_changed_word_is_found() -> None:

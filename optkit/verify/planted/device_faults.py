@@ -7,6 +7,7 @@ sources.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -35,9 +36,13 @@ class Edit:
         following = text.find("\ndef ", start + 1) if self.within else -1
         end = min(x for x in (end if end >= 0 else len(text), following if following >= 0 else len(text)))
         at = text.find(self.old, max(start, 0), end)
+        length = len(self.old)
+        if at < 0:  # the same tokens, broken into other lines by a formatter
+            loose = re.compile(r"\s*".join(re.escape(t) for t in self.old.split())).search(text, max(start, 0), end)
+            at, length = (loose.start(), loose.end() - loose.start()) if loose else (-1, 0)
         if start < 0 or at < 0:
             raise ValueError(f"{self.file}, {self.within or 'file'}: {self.old!r} is not there")
-        return {**sources, self.file: text[:at] + self.new + text[at + len(self.old) :]}
+        return {**sources, self.file: text[:at] + self.new + text[at + length :]}
 
 
 @cache

@@ -317,7 +317,8 @@ def route_edge(plan: Plan) -> list[Site]:
     """Routed tiles are queued without the edge from the router."""
     keys = {(i, t.index) for i, s in enumerate(plan.stages) for t in s.streams if t.index}
     return [
-        (plan.stages[i].name, lambda k=(i, n): without(plan, lambda e: (e.dst, e.buffer) == k)) for i, n in sorted(keys)  # type: ignore[misc]
+        (plan.stages[i].name, lambda k=(i, n): without(plan, lambda e: (e.dst, e.buffer) == k))  # type: ignore[misc]
+        for i, n in sorted(keys)  # type: ignore[misc]
     ]  # type: ignore[misc]
 
 
