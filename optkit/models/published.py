@@ -54,7 +54,9 @@ def _llama_scaling(c: Mapping[str, Any]) -> tuple[float, ...]:
     r = c.get("rope_parameters") or c.get("rope_scaling") or {}
     if r.get("rope_type", r.get("type")) != "llama3":
         return ()
-    return tuple(float(r[k]) for k in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
+    return tuple(
+        float(r[k]) for k in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
 
 
 def _llama_theta(c: Mapping[str, Any]) -> float:
@@ -74,9 +76,16 @@ ORIGINS: dict[str, tuple[Origin, ...]] = {
         Origin("mla_insert", "eps", _LORA_EPS, "qk_lora_norm_eps, 1e-6 in the modelling code"),
         Origin("kda", "eps", _text("rms_norm_eps"), "rms_norm_eps"),
         Origin("kda", "l2_eps", lambda c: 1e-6, "1e-6 in the delta-rule kernel"),
-        Origin("kda", "lower_bound", _text("linear_attn_config", "gate_lower_bound"), "linear_attn_config.gate_lower_bound"),
+        Origin(
+            "kda", "lower_bound", _text("linear_attn_config", "gate_lower_bound"), "linear_attn_config.gate_lower_bound"
+        ),
         Origin("kda", "dim", _text("linear_attn_config", "head_dim"), "linear_attn_config.head_dim"),
-        Origin("kda", "taps", _text("linear_attn_config", "short_conv_kernel_size"), "linear_attn_config.short_conv_kernel_size"),
+        Origin(
+            "kda",
+            "taps",
+            _text("linear_attn_config", "short_conv_kernel_size"),
+            "linear_attn_config.short_conv_kernel_size",
+        ),
         Origin("mla_insert", "lora", _text("kv_lora_rank"), "kv_lora_rank"),
         Origin("mla_insert", "rope", _text("qk_rope_head_dim"), "qk_rope_head_dim"),
         Origin("attn*", "scale", _score_scale, "(qk_nope_head_dim + qk_rope_head_dim)^-1/2"),

@@ -47,19 +47,22 @@ def plan(recipe: Recipe, context: Context) -> None:
 
 
 def check(recipe: Recipe, context: Context) -> None:
-    """The proofs on the Plan of every pipeline stage, and the table the kernel would walk held against it. A stage that
-    no device body can do refuses the recipe."""
+    """The proofs on the Plan of every pipeline stage, its constants against config.json, and the table the kernel would
+    walk held against it. A stage that no device body can do refuses the recipe."""
     from optkit.emit.lower import limits
     from optkit.errors import UserError
     from optkit.verify.constants import check_constants
     from optkit.verify.proofs import prove
     from optkit.verify.table import audit_table
 
-    plans, source = context.results["plans"], context.results["source"]
+    plans, graphs, config = context.results["plans"], context.results["graphs"], context.results["source"].config_json
     epsilon = recipe.model.qk_lora_norm_eps
     keys = {} if epsilon is None else {"qk_lora_norm_eps": epsilon}
+    again = f"optkit check {context.target}"
+    suffix = {s: f"@stage{s}" if len(plans) > 1 else "" for s in plans}
     for stage, one in plans.items():
-        context.take(prove(one, f"optkit check {context.target}"), suffix=f"@stage{stage}" if len(plans) > 1 else "")
+        context.take(prove(one, again), suffix=suffix[stage])
+        context.take([check_constants(one, graphs[stage], config, keys, again)], suffix=suffix[stage])
     if any(c.status == "fail" for c in context.checks):
         return  # a Plan that is wrong in itself has no table to speak of
     beyond = dict.fromkeys(line for one in plans.values() for line in limits(one))
@@ -68,11 +71,4 @@ def check(recipe: Recipe, context: Context) -> None:
     for stage, one in plans.items():
         # mailboxes of real peers are other processes' memory: their words are those of the emulated ones
         here = replace(one, parallel=tuple({**dict(one.parallel), "peers": "emulated"}.items()))
-        context.take(
-            audit_table(here, context.results["graphs"][stage], f"optkit check {context.target}"),
-            suffix=f"@stage{stage}" if len(plans) > 1 else "",
-        )
-        context.take(
-            [check_constants(one, context.results["graphs"][stage], source.config_json, keys, f"optkit check {context.target}")],
-            suffix=f"@stage{stage}" if len(plans) > 1 else "",
-        )
+        context.take(audit_table(here, graphs[stage], again), suffix=suffix[stage])

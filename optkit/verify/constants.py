@@ -39,8 +39,9 @@ def fields(stage: Stage) -> Iterator[tuple[str, Any, str]]:
             yield k, v, ""
 
 
-def check_constants(plan: Plan, graph: Graph, config: Mapping[str, Any], keys: Mapping[str, Any] | None = None,
-                    repeat: str = "") -> Check:
+def check_constants(
+    plan: Plan, graph: Graph, config: Mapping[str, Any], keys: Mapping[str, Any] | None = None, repeat: str = ""
+) -> Check:
     """`config`: config.json as published; `keys`: what the recipe sets instead (model.* keys of the same names)."""
     text = {**config.get("text_config", config), **(keys or {})}
     said: Mapping[str, Any] = {**config, "text_config": text} if "text_config" in config else text
@@ -55,7 +56,13 @@ def check_constants(plan: Plan, graph: Graph, config: Mapping[str, Any], keys: M
                 continue
             compared += 1
             want = rule.value(said)
-            same = abs(value - want) <= 1e-12 * abs(want) if isinstance(want, float) and isinstance(value, float) else value == want
+            same = (
+                abs(value - want) <= 1e-12 * abs(want)
+                if isinstance(want, float) and isinstance(value, float)
+                else value == want
+            )
             if not same:
                 out.append(f"{stage.name}: {field} is {value}, config.json says {want} ({rule.said})")
-    return from_findings(NAME, out, f"{compared} constants of {len(plan.stages)} stages are those of config.json", repeat)
+    return from_findings(
+        NAME, out, f"{compared} constants of {len(plan.stages)} stages are those of config.json", repeat
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import struct
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -120,9 +121,17 @@ def device_names(folder: Path = KERNELS) -> dict[str, dict[str, int]]:
 def device_bodies(folder: Path = KERNELS) -> dict[int, str]:
     """Number in the switch -> name of the body it calls, from the device's own dispatch table."""
     for node in ast.parse((folder / "megakernel.py").read_text()).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "PLAIN" and isinstance(node.value, ast.Dict):
-            return {k.value: v.attr for k, v in zip(node.value.keys, node.value.values, strict=True)  # type: ignore[union-attr,attr-defined,misc]
-                    if isinstance(k, ast.Constant)}
+        if (
+            isinstance(node, ast.Assign)
+            and getattr(node.targets[0], "id", "") == "PLAIN"
+            and isinstance(node.value, ast.Dict)
+        ):
+            pairs = zip(node.value.keys, node.value.values, strict=True)
+            return {
+                k.value: v.attr
+                for k, v in pairs
+                if isinstance(k, ast.Constant) and isinstance(k.value, int) and isinstance(v, ast.Attribute)
+            }
     return {}
 
 
@@ -179,15 +188,28 @@ class _Expect:
     def state(self, name: str, base: int, block: int, row: int = -1, head: int = -1) -> None:
         """Base and byte strides of a state at these words."""
         s = self.book.state(name)
-        for at, value, what in ((base, s.base, "base"), (block, s.block, "block stride"), (row, s.row, "row stride"),
-                                (head, s.head, "head stride")):
+        for at, value, what in (
+            (base, s.base, "base"),
+            (block, s.block, "block stride"),
+            (row, s.row, "row stride"),
+            (head, s.head, "head stride"),
+        ):
             if at >= 0:
                 self.put("addresses", at, value, f"{what} of state {name}")
 
 
 def last_writer(plan: Plan, index: int, name: str) -> int:
     """The last stage before `index` that writes `name`, -1 if none: whose words a reader must see."""
-    return max((j for j in range(index) if any(a.buffer == name for a in plan.stages[j].writes)), default=-1)
+    table: dict[str, list[int]] | None = plan.__dict__.get("_table_writers")
+    if table is None:  # once a Plan: a scan for every operand would be quadratic in the stages
+        table = {}
+        for j, s in enumerate(plan.stages):
+            for b in {a.buffer for a in s.writes}:
+                table.setdefault(b, []).append(j)
+        plan.__dict__["_table_writers"] = table
+    here = table.get(name, [])
+    at = bisect_left(here, index)
+    return here[at - 1] if at else -1
 
 
 def _prologue(e: _Expect, x: Any, out: str = "") -> None:
@@ -212,19 +234,26 @@ def _gemv(e: _Expect) -> None:
     for i, p in enumerate(e.p["parts"]):
         at = L.PARTS + i * L.PART_WORDS
         for word, value, what in (
-            (L.P_FIRST, p["first"], "first unit"), (L.P_COUNT, p["count"], "units"), (L.P_M, p["m"], "rows of W"),
-            (L.P_K, p["k"], "columns of W"), (L.P_GROUP_ROWS, p["m"] // p["groups"], "rows of a group"),
-            (L.P_X_STRIDE, p["x_stride"], "stride of x"), (L.P_X_OFFSET, p["x_offset"], "offset of x"),
+            (L.P_FIRST, p["first"], "first unit"),
+            (L.P_COUNT, p["count"], "units"),
+            (L.P_M, p["m"], "rows of W"),
+            (L.P_K, p["k"], "columns of W"),
+            (L.P_GROUP_ROWS, p["m"] // p["groups"], "rows of a group"),
+            (L.P_X_STRIDE, p["x_stride"], "stride of x"),
+            (L.P_X_OFFSET, p["x_offset"], "offset of x"),
             (L.P_EPILOGUE, ("store", "act", "add", "gate", "mailbox").index(p["epilogue"]), "epilogue"),
             (L.P_ACT, ("silu", "situ").index(p["act"]) if p["act"] else 0, "activation"),
-            (L.P_BETA, float(p["beta"]), "beta"), (L.P_LINEAR_BETA, float(p["linear_beta"]), "linear beta"),
+            (L.P_BETA, float(p["beta"]), "beta"),
+            (L.P_LINEAR_BETA, float(p["linear_beta"]), "linear beta"),
         ):
             e.number(at + word, value, f"{what} of {p['op']}")
         e.weight(at + L.P_W, p["weight"])
         e.weight(at + L.P_W2, p["weight2"])
         e.operand(at + L.P_OUT, p["out"], write=True)
         extra = p["add"] or ((p["gate"],) if p["gate"] else ())
-        e.number(at + L.P_N_ADD, len(p["coeffs"]) if p["epilogue"] == "mailbox" else len(p["add"]), f"addends of {p['op']}")
+        e.number(
+            at + L.P_N_ADD, len(p["coeffs"]) if p["epilogue"] == "mailbox" else len(p["add"]), f"addends of {p['op']}"
+        )
         for k, name in enumerate(extra):
             e.operand(at + L.P_ADD0 + 2 * k, name)
         if p["epilogue"] == "mailbox":
@@ -237,8 +266,21 @@ def _mixnorm(e: _Expect) -> None:
 
 def _blockstats(e: _Expect) -> None:
     width = e.plan.buffer[e.p["inputs"][0]].width
-    _prologue(e, {"prologue": "copy", "width": width, "norm": "", "eps": 0.0, "mix_norm": e.p["mix_norm"],
-                  "mix_proj": e.p["mix_proj"], "mix_eps": 0.0, "stats": "", "inputs": e.p["inputs"]}, e.p["out"])
+    _prologue(
+        e,
+        {
+            "prologue": "copy",
+            "width": width,
+            "norm": "",
+            "eps": 0.0,
+            "mix_norm": e.p["mix_norm"],
+            "mix_proj": e.p["mix_proj"],
+            "mix_eps": 0.0,
+            "stats": "",
+            "inputs": e.p["inputs"],
+        },
+        e.p["out"],
+    )
 
 
 def _named(e: _Expect, file: str, fields: dict[str, tuple[str, str]]) -> dict[str, int]:
@@ -259,27 +301,63 @@ def _named(e: _Expect, file: str, fields: dict[str, tuple[str, str]]) -> dict[st
 
 
 def _embed(e: _Expect) -> None:
-    at = _named(e, "elementwise", {"EM_TABLE": ("w", "weight"), "EM_START": ("i", "vocab_start"),
-                                   "EM_ROWS": ("i", "vocab_rows"), "EM_WIDTH": ("i", "width"), "EM_OUT": ("o", "out")})
+    at = _named(
+        e,
+        "elementwise",
+        {
+            "EM_TABLE": ("w", "weight"),
+            "EM_START": ("i", "vocab_start"),
+            "EM_ROWS": ("i", "vocab_rows"),
+            "EM_WIDTH": ("i", "width"),
+            "EM_OUT": ("o", "out"),
+        },
+    )
     if e.p["coeffs"]:
         e.number(at["EM_RANKS"], len(e.p["coeffs"]), "ranks")
         e.peers(at["EM_PEERS"], e.p["out"], e.p["coeffs"])
 
 
 def _kda(e: _Expect) -> None:
-    at = _named(e, "kda", {
-        "K_HEADS": ("i", "heads"), "K_LOWER": ("f", "lower_bound"), "K_L2_EPS": ("f", "l2_eps"), "K_EPS": ("f", "eps"),
-        "K_WQ": ("w", "q_conv"), "K_WK": ("w", "k_conv"), "K_WV": ("w", "v_conv"), "K_A_LOG": ("w", "A_log"),
-        "K_DT_BIAS": ("w", "dt_bias"), "K_O_NORM": ("w", "o_norm"), "K_Q": ("r", "q"), "K_K": ("r", "k"), "K_V": ("r", "v"),
-        "K_F": ("r", "f"), "K_B": ("r", "b"), "K_G": ("r", "g"), "K_OUT": ("o", "out")})
+    at = _named(
+        e,
+        "kda",
+        {
+            "K_HEADS": ("i", "heads"),
+            "K_LOWER": ("f", "lower_bound"),
+            "K_L2_EPS": ("f", "l2_eps"),
+            "K_EPS": ("f", "eps"),
+            "K_WQ": ("w", "q_conv"),
+            "K_WK": ("w", "k_conv"),
+            "K_WV": ("w", "v_conv"),
+            "K_A_LOG": ("w", "A_log"),
+            "K_DT_BIAS": ("w", "dt_bias"),
+            "K_O_NORM": ("w", "o_norm"),
+            "K_Q": ("r", "q"),
+            "K_K": ("r", "k"),
+            "K_V": ("r", "v"),
+            "K_F": ("r", "f"),
+            "K_B": ("r", "b"),
+            "K_G": ("r", "g"),
+            "K_OUT": ("o", "out"),
+        },
+    )
     e.state(e.p["conv"], at["K_CONV"], at["K_CONV_STRIDE"])
     e.state(e.p["recurrent"], at["K_REC"], at["K_REC_STRIDE"])
     e.step(at["K_SLOTS"], "state_slot")
 
 
 def _mla_insert(e: _Expect) -> None:
-    at = _named(e, "attention", {"I_LORA": ("i", "lora"), "I_ROPE": ("i", "rope"), "I_NORM": ("w", "weight"),
-                                 "I_EPS": ("f", "eps"), "I_IN": ("r", "kva")})
+    at = _named(
+        e,
+        "attention",
+        {
+            "I_LORA": ("i", "lora"),
+            "I_ROPE": ("i", "rope"),
+            "I_NORM": ("w", "weight"),
+            "I_EPS": ("f", "eps"),
+            "I_IN": ("r", "kva"),
+        },
+    )
     e.state(e.p["kv"], at["I_KV"], at["I_BLOCK"], at["I_ROW"])
     e.step(at["I_MAPPING"], "slot_mapping")
 
@@ -299,8 +377,19 @@ def angles(dim: int, theta: float, scaling: tuple[float, ...], positions: int) -
 
 
 def _rope_insert(e: _Expect) -> None:
-    at = _named(e, "attention", {"R_HEADS": ("i", "heads"), "R_KV_HEADS": ("i", "kv_heads"), "R_DIM": ("i", "dim"),
-                                 "R_Q": ("r", "q"), "R_KIN": ("r", "k"), "R_VIN": ("r", "v"), "R_OUT": ("o", "out")})
+    at = _named(
+        e,
+        "attention",
+        {
+            "R_HEADS": ("i", "heads"),
+            "R_KV_HEADS": ("i", "kv_heads"),
+            "R_DIM": ("i", "dim"),
+            "R_Q": ("r", "q"),
+            "R_KIN": ("r", "k"),
+            "R_VIN": ("r", "v"),
+            "R_OUT": ("o", "out"),
+        },
+    )
     e.state(e.p["kv"], at["R_K"], at["R_K_BLOCK"], at["R_K_ROW"], at["R_K_HEAD"])
     for word, value in zip(("R_V", "R_V_BLOCK", "R_V_ROW", "R_V_HEAD"), e.book.state(e.p["kv"]).v, strict=True):
         e.put("addresses", at[word], value, f"{word} of state {e.p['kv']}")
@@ -311,10 +400,21 @@ def _rope_insert(e: _Expect) -> None:
 def _attn(e: _Expect) -> None:
     mla = e.p["kind"] == "mla"
     combine = e.stage.body == "attn_combine"
-    at = _named(e, "attention", {
-        "T_GROUPS": ("i", "groups"), "T_HPG": ("i", "heads_per_group"), "T_DQK": ("i", "dqk"), "T_DV": ("i", "dv"),
-        "T_SCALE": ("f", "scale"), "T_SPLITS": ("i", "splits"), "T_OUT": ("o", "out"),
-        "T_Q": ("r", "partial" if combine else "q"), **({"T_QL": ("r", "ql")} if mla and not combine else {})})
+    at = _named(
+        e,
+        "attention",
+        {
+            "T_GROUPS": ("i", "groups"),
+            "T_HPG": ("i", "heads_per_group"),
+            "T_DQK": ("i", "dqk"),
+            "T_DV": ("i", "dv"),
+            "T_SCALE": ("f", "scale"),
+            "T_SPLITS": ("i", "splits"),
+            "T_OUT": ("o", "out"),
+            "T_Q": ("r", "partial" if combine else "q"),
+            **({"T_QL": ("r", "ql")} if mla and not combine else {}),
+        },
+    )
     e.number(at["T_KIND"], int(not mla), "kind")
     e.number(at["T_LORA"], e.p["dv"] if mla else 0, "width of the latent query")
     e.number(at["T_QROW"], e.p["nope"] + e.p["rope"], "width of a query head")
@@ -322,19 +422,25 @@ def _attn(e: _Expect) -> None:
     e.step(at["T_TABLE"], "block_table")
     s = e.book.state(e.p["kv"])
     e.state(e.p["kv"], at["T_K"], at["T_K_BLOCK"], at["T_K_ROW"], at["T_K_HEAD"])
-    for word, value in zip(("T_V", "T_V_BLOCK", "T_V_ROW", "T_V_HEAD"),
-                           (s.base, s.block, s.row, 0) if mla else s.v, strict=True):
+    for word, value in zip(
+        ("T_V", "T_V_BLOCK", "T_V_ROW", "T_V_HEAD"), (s.base, s.block, s.row, 0) if mla else s.v, strict=True
+    ):
         e.put("addresses", at[word], value, f"{word} of state {e.p['kv']}")
 
 
 def _ew(e: _Expect) -> None:
     at = {k: L.PARAMS + v for k, v in e.names["elementwise"].items()}
     ranks = e.plan.buffer[e.p["inputs"][0]].ranks
-    for name, value in (("EW_MODE", ("add", "act_mul", "sigmoid_mul", "reduce", "gather").index(e.p["mode"])),
-                        ("EW_WIDTH", e.p["width"]), ("EW_N", len(e.p["inputs"])),
-                        ("EW_ACT", ("silu", "situ").index(e.p["act"]) if e.p["act"] else 0), ("EW_BETA", float(e.p["beta"])),
-                        ("EW_LINEAR_BETA", float(e.p["linear_beta"])), ("EW_RANKS", ranks),
-                        ("EW_SHARD", e.p["width"] // max(ranks, 1))):
+    for name, value in (
+        ("EW_MODE", ("add", "act_mul", "sigmoid_mul", "reduce", "gather").index(e.p["mode"])),
+        ("EW_WIDTH", e.p["width"]),
+        ("EW_N", len(e.p["inputs"])),
+        ("EW_ACT", ("silu", "situ").index(e.p["act"]) if e.p["act"] else 0),
+        ("EW_BETA", float(e.p["beta"])),
+        ("EW_LINEAR_BETA", float(e.p["linear_beta"])),
+        ("EW_RANKS", ranks),
+        ("EW_SHARD", e.p["width"] // max(ranks, 1)),
+    ):
         e.number(at[name], value, name)
     for k, name in enumerate(e.p["inputs"]):
         e.operand(at["EW_IN"] + 2 * k, name)
@@ -342,22 +448,45 @@ def _ew(e: _Expect) -> None:
 
 
 def _route(e: _Expect) -> None:
-    at = _named(e, "moe", {"RO_EXPERTS": ("i", "experts"), "RO_TOPK": ("i", "topk"), "RO_SCALE": ("f", "scale"),
-                           "RO_BIAS": ("w", "bias"), "RO_LOGITS": ("r", "logits"), "RO_WTS": ("o", "wts")})
+    at = _named(
+        e,
+        "moe",
+        {
+            "RO_EXPERTS": ("i", "experts"),
+            "RO_TOPK": ("i", "topk"),
+            "RO_SCALE": ("f", "scale"),
+            "RO_BIAS": ("w", "bias"),
+            "RO_LOGITS": ("r", "logits"),
+            "RO_WTS": ("o", "wts"),
+        },
+    )
     e.put("addresses", at["RO_IDS"], e.book.buffer(e.p["ids"]), "exported choices")
     e.put("addresses", at["RO_UNIQ"], e.book.buffer(e.p["uniq"]), "table of distinct experts")
 
 
 def _expert(e: _Expect) -> None:
     up = e.stage.body == "expert_gate_up"
-    at = _named(e, "moe", {"E_INTER": ("i", "inter"), "E_LATENT": ("i", "latent"), "E_TOPK": ("i", "topk"),
-                           "E_IN": ("r", "z" if up else "ea"), "E_OUT": ("o", "out")})
+    at = _named(
+        e,
+        "moe",
+        {
+            "E_INTER": ("i", "inter"),
+            "E_LATENT": ("i", "latent"),
+            "E_TOPK": ("i", "topk"),
+            "E_IN": ("r", "z" if up else "ea"),
+            "E_OUT": ("o", "out"),
+        },
+    )
     e.number(at["E_ACT"], ("silu", "situ").index(e.p["act"]) if e.p.get("act") else 0, "activation")
     e.number(at["E_BETA"], float(e.p.get("beta", 0.0)), "beta")
     e.number(at["E_LINEAR_BETA"], float(e.p.get("linear_beta", 0.0)), "linear beta")
     e.put("addresses", at["E_UNIQ"], e.book.buffer(e.p["uniq"]), "table of distinct experts")
-    for name, key, part in (("E_W1", "w1" if up else "w2", 0), ("E_S1", "w1" if up else "w2", 1),
-                            ("E_W3", "w3" if up else "w2", 0), ("E_S3", "w3" if up else "w2", 1)):
+    for name, key, part in (
+        ("E_W1", "w1" if up else "w2", 0),
+        ("E_S1", "w1" if up else "w2", 1),
+        ("E_W3", "w3" if up else "w2", 0),
+        ("E_S3", "w3" if up else "w2", 1),
+    ):
         e.weight(at[name], e.p[key], part)
     if e.p.get("wts"):
         e.operand(at["E_WTS"], e.p["wts"])
@@ -367,9 +496,20 @@ def _expert(e: _Expect) -> None:
 
 
 BODIES: dict[str, Callable[[_Expect], None]] = {
-    "gemv": _gemv, "mixnorm": _mixnorm, "blockstats": _blockstats, "embed": _embed, "kda": _kda, "mla_insert": _mla_insert,
-    "rope_insert": _rope_insert, "attn": _attn, "attn_combine": _attn, "ew": _ew, "route": _route, "expert_gate_up": _expert,
-    "expert_down": _expert}
+    "gemv": _gemv,
+    "mixnorm": _mixnorm,
+    "blockstats": _blockstats,
+    "embed": _embed,
+    "kda": _kda,
+    "mla_insert": _mla_insert,
+    "rope_insert": _rope_insert,
+    "attn": _attn,
+    "attn_combine": _attn,
+    "ew": _ew,
+    "route": _route,
+    "expert_gate_up": _expert,
+    "expert_down": _expert,
+}
 
 
 def counted(plan: Plan, index: int) -> dict[int, int]:
@@ -380,8 +520,11 @@ def counted(plan: Plan, index: int) -> dict[int, int]:
     stage = plan.stages[index]
     late = bool(stage.streams) and stage.param("stream") == "after_wait"
     free = ("same_sm", "program", "peer_mailbox")
-    return {e.src: plan.stages[e.src].tasks for e in plan.waits[index]
-            if e.mechanism == "counter" or (late and e.mechanism not in free)}
+    return {
+        e.src: plan.stages[e.src].tasks
+        for e in plan.waits[index]
+        if e.mechanism == "counter" or (late and e.mechanism not in free)
+    }
 
 
 def _order(e: _Expect, table: np.ndarray, waited: frozenset[int], sync: int) -> Iterator[str]:
@@ -430,7 +573,8 @@ def check_table(plan: Plan, table: np.ndarray, book: Book, folder: Path = KERNEL
     found: dict[str, list[str]] = {n: [] for n in NAMES}
     sync = book.regions["sync"][0]
     waited = frozenset(s for i in range(len(plan.stages)) for s in counted(plan, i)) | frozenset(
-        last_writer(plan, i, s.index) for i, st in enumerate(plan.stages) for s in st.streams if s.index)
+        last_writer(plan, i, s.index) for i, st in enumerate(plan.stages) for s in st.streams if s.index
+    )
     if any(e.mechanism == "grid_barrier" for e in plan.edges):
         waited = frozenset(range(len(plan.stages)))
     fixed = {L.N_WAITS, L.SIGNAL, L.TAG, L.STREAM, L.INDEX_WAIT, L.INDEX_ARRIVALS}
@@ -443,10 +587,14 @@ def check_table(plan: Plan, table: np.ndarray, book: Book, folder: Path = KERNEL
         called = dispatch.get(number, L.BODIES[number] if 0 <= number < len(L.BODIES) else "nothing")
         if called != stage.body:
             found["table.work"].append(f"{stage.name}: body {number} calls {called}, expected {stage.body}")
-        for at, value, what in ((L.UNITS, stage.units, "units"), (L.TASKS, stage.tasks, "tasks"),
-                                (L.FIRST_SM, stage.first_sm, "first SM"), (L.ASSIGN, int(stage.assign == "cyclic"), "assignment"),
-                                (L.PER_ROW, stage.units // max(stage.row_units, 1), "units a row"),
-                                (L.ALL_SMS, int(barrier), "arrival of every SM")):
+        for at, value, what in (
+            (L.UNITS, stage.units, "units"),
+            (L.TASKS, stage.tasks, "tasks"),
+            (L.FIRST_SM, stage.first_sm, "first SM"),
+            (L.ASSIGN, int(stage.assign == "cyclic"), "assignment"),
+            (L.PER_ROW, stage.units // max(stage.row_units, 1), "units a row"),
+            (L.ALL_SMS, int(barrier), "arrival of every SM"),
+        ):
             e.put("work", at, value, what)
         BODIES[stage.body](e)
         found["table.waits"] += _order(e, table, waited, sync)
@@ -455,7 +603,9 @@ def check_table(plan: Plan, table: np.ndarray, book: Book, folder: Path = KERNEL
         for check, at, want, what in e.words:
             seen.add(at)
             if int(row[at]) != want:
-                found[check].append(f"{stage.name}: {what} is {_show(check, int(row[at]))}, expected {_show(check, want)}")
+                found[check].append(
+                    f"{stage.name}: {what} is {_show(check, int(row[at]))}, expected {_show(check, want)}"
+                )
         for at, mask, want, what in e.partial:
             seen.add(at)
             if int(row[at]) & mask != want:
@@ -470,11 +620,13 @@ def check_table(plan: Plan, table: np.ndarray, book: Book, folder: Path = KERNEL
             found["table.work"].append(f"{stage.name}: words {extra[:4]} are set and nobody reads them")
     found["table.addresses"] += _overlaps(book)
     n = table.shape[0]
-    say = {"table.work": f"{n} descriptors name body, units, tasks and SMs of their stages",
-           "table.waits": "waits, arrivals, signals and the ring's own waits follow from the edges; a line a counter",
-           "table.tags": "tagged operands name the last stage that writes them, in the buffer's dtype and layout",
-           "table.addresses": f"{len(book.regions)} regions, disjoint; operands, weights and states at their own",
-           "table.constants": "shapes, epsilons, scales and switches at the offsets that the device code reads"}
+    say = {
+        "table.work": f"{n} descriptors name body, units, tasks and SMs of their stages",
+        "table.waits": "waits, arrivals, signals and the ring's own waits follow from the edges; a line a counter",
+        "table.tags": "tagged operands name the last stage that writes them, in the buffer's dtype and layout",
+        "table.addresses": f"{len(book.regions)} regions, disjoint; operands, weights and states at their own",
+        "table.constants": "shapes, epsilons, scales and switches at the offsets that the device code reads",
+    }
     return [from_findings(c, found[c], say[c], repeat) for c in NAMES]
 
 
@@ -493,7 +645,9 @@ def _overlaps(book: Book) -> list[str]:
     """Regions that share bytes, or break the 16-byte alignment of bulk copies."""
     out = [f"{n} at {a:#x}: not on a 16-byte boundary" for n, (a, _) in book.regions.items() if a % 16]
     order = sorted((a, a + size, n) for n, (a, size) in book.regions.items())
-    out += [f"{x[2]} and {y[2]} share {x[1] - y[0]} bytes" for x, y in zip(order, order[1:], strict=False) if x[1] > y[0]]
+    out += [
+        f"{x[2]} and {y[2]} share {x[1] - y[0]} bytes" for x, y in zip(order, order[1:], strict=False) if x[1] > y[0]
+    ]
     return out
 
 
@@ -510,5 +664,3 @@ def audit_table(plan: Plan, graph: Graph, repeat: str = "") -> list[Check]:
     except (ValueError, TypeError, KeyError) as err:
         return [Check(n, "fail", None, 0, f"the Plan cannot be lowered: {err}", repeat) for n in NAMES]
     return check_table(plan, table, book, repeat=repeat)
-
-

@@ -111,8 +111,8 @@ def bundle(runs: list[Path], out: Path, jobs: int) -> dict[str, Any]:
         to.mkdir(parents=True, exist_ok=True)
         shutil.copy(run / "model.json", out / name / "model.json")
         texts[name] = (run / "artifact" / "plan.json").read_text()
-        for f in ("plan.json", "manifest.json", "kernel.cubin"):
-            shutil.copy(run / "artifact" / f, to / f)
+        for part in ("plan.json", "manifest.json", "kernel.cubin"):
+            shutil.copy(run / "artifact" / part, to / part)
         plans[name] = from_json(texts[name])
     tasks: list[tuple[str, str, bool, str, list[str]]] = []
     for f in (f for f in FAULTS if f.hardware):

@@ -7,6 +7,7 @@ sources.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -35,9 +36,13 @@ class Edit:
         following = text.find("\ndef ", start + 1) if self.within else -1
         end = min(x for x in (end if end >= 0 else len(text), following if following >= 0 else len(text)))
         at = text.find(self.old, max(start, 0), end)
+        length = len(self.old)
+        if at < 0:  # the same tokens, broken into other lines by a formatter
+            loose = re.compile(r"\s*".join(re.escape(t) for t in self.old.split())).search(text, max(start, 0), end)
+            at, length = (loose.start(), loose.end() - loose.start()) if loose else (-1, 0)
         if start < 0 or at < 0:
             raise ValueError(f"{self.file}, {self.within or 'file'}: {self.old!r} is not there")
-        return {**sources, self.file: text[:at] + self.new + text[at + len(self.old) :]}
+        return {**sources, self.file: text[:at] + self.new + text[at + length :]}
 
 
 @cache
@@ -77,6 +82,7 @@ def A(name: str, kind: str, gates: tuple[str, ...], *e: Edit, bodies: tuple[str,
 
 
 def memory(helper: str, old: str, new: str) -> Edit:
+    """An edit of one helper of memory.py."""
     return Edit("memory.py", helper, old, new)
 
 
@@ -262,7 +268,12 @@ AUDITED: tuple[Fault, ...] = (
             "        if i64(d, L.INDEX_WAIT) != Int64(0):\n            stop = stop | wait_counter(c, i64(d, L.INDEX_WAIT), i32(d, L.INDEX_ARRIVALS), 4, i32(d, L.TAG), 0)\n",
             "",
         ),
-        Edit("producer.py", "produce", "        if i32(d, L.STREAM) == 1:", "        if i32(d, L.STREAM) == 2:"),
+        Edit(
+            "producer.py",
+            "produce",
+            "            for w in cutlass.range(i32(d, L.N_WAITS), unroll=1):\n                stop = stop | wait_counter(c, i64(d, L.WAITS + 2 * w), i32(d, L.WAITS + 2 * w + 1), 1, i32(d, L.TAG), w)\n",
+            "            stop = stop | Uint32(0)\n",
+        ),
         bodies=("expert_gate_up",),
     ),
     A(
@@ -296,11 +307,19 @@ AUDITED: tuple[Fault, ...] = (
         ),
     ),
     A(
-        "two CTAs an SM asked for",
+        "array that registers cannot index",
         "budget",
         ("audit.local_memory",),
-        Edit("megakernel.py", "__call__", "min_blocks_per_mp=1", "min_blocks_per_mp=3"),
-        bodies=("gemv", "attn", "kda", "expert_down"),
+        Edit("elementwise.py", "", "from cutlass import Float32, Int64", "from cutlass import Float32, Int32, Int64"),
+        Edit(
+            "elementwise.py",
+            "ew",
+            "    row = c.tid // 16\n",
+            "    row = c.tid // 16\n    spill = cute.make_rmem_tensor(cute.make_layout(64), Int32)\n"
+            "    for i in cutlass.range_constexpr(64):\n        spill[i] = c.tid * i\n"
+            "    for i in cutlass.range(i32(d, L.UNITS), unroll=1):\n        spill[(i * 7) % 64] = Int32(i)\n"
+            "    M.sts_b32(c.scratch + 192, spill[c.tid % 64])\n",
+        ),
     ),
 )
 

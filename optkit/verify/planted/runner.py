@@ -97,7 +97,7 @@ def _start(subjects: Sequence[Subject], cache: Path | None) -> None:
 
 
 def _base(fault: Fault, subject: Subject) -> Any:
-    """What the fault's sites are listed in."""
+    """What the fault's sites are listed in, None where the variant has none."""
     from optkit.verify.planted import device_faults, gates
 
     if fault.target == "plan":
@@ -105,7 +105,10 @@ def _base(fault: Fault, subject: Subject) -> Any:
     if fault.target == "table":
         key = subject.name, fault.variant
         if key not in _TABLES:
-            _TABLES[key] = gates.base_table(subject, fault.variant)
+            try:
+                _TABLES[key] = gates.base_table(subject, fault.variant)
+            except ValueError:  # no device body can do a stage of this variant: it has no table
+                _TABLES[key] = None
         return _TABLES[key]
     if fault.target == "constant":
         return subject.plan()
@@ -154,7 +157,8 @@ def run_one(key: str, quick: bool = False) -> Outcome:
     start = time.perf_counter()
     try:
         for subject in _SUBJECTS:
-            sites = list(fault.sites(_base(fault, subject)))
+            base = _base(fault, subject)
+            sites = [] if base is None else list(fault.sites(base))
             if sites:
                 break
         else:
@@ -292,7 +296,7 @@ def show(report: Report, out: Callable[[str], None] = print) -> None:
     seconds: dict[str, float] = dict.fromkeys(GATES, 0.0)
     for o in report.planted:
         for g in o.red:
-            seconds[g] += o.seconds / len(o.red)
+            seconds[g] = seconds.get(g, 0.0) + o.seconds / len(o.red)
     out(f"{'gate':24} {'caught/planted':>15} {'own':>5} {'seconds':>8}")
     for g, (caught, n, own) in report.by_gate().items():
         out(f"{g:24} {f'{caught}/{n}':>15} {len(own):5} {seconds[g]:8.1f}")

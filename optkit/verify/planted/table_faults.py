@@ -72,6 +72,7 @@ def parts(field: int) -> Callable[[Lowered, int], Iterable[int]]:
 
 
 def body(*names: str) -> Callable[[Stage], bool]:
+    """Stages with one of these bodies."""
     return lambda s: s.body in names
 
 
@@ -97,7 +98,7 @@ def swap_words(
                     out.append(
                         (
                             f"{s.name} words {o + a}, {o + b}",
-                            lambda i=i, o=o, x=x, y=y: word(word(base, i, o + a, y), i, o + b, x),
+                            lambda i=i, o=o, x=x, y=y: word(word(base, i, o + a, y), i, o + b, x),  # type: ignore[misc]
                         )
                     )  # type: ignore[misc]
         return out
@@ -151,6 +152,7 @@ def onto(base: Lowered, name: str, last: int = 0) -> int:
 
 
 def is_buffer(base: Lowered, name: str) -> bool:
+    """Whether a region holds a buffer of the step."""
     return name in base.plan.buffer and base.plan.buffer[name].klass in ("activation", "scratch")
 
 
@@ -267,6 +269,7 @@ def rotary(theta: float, shift: int) -> Callable[[Lowered], Iterable[Site]]:
 
 
 def F(name: str, kind: str, gate: str, sites: Callable[[Lowered], Iterable[Site]], variant: str = "own") -> Fault:
+    """A fault of the table: `gate` names one or more of the table checks, without "table."."""
     return Fault(name, kind, "table", tuple(f"table.{g}" for g in gate.split()), sites, variant)
 
 
@@ -287,14 +290,17 @@ def gemv_operand(base: Lowered, i: int) -> Iterable[int]:
 
 
 def tagged(v: int) -> bool:
+    """Whether a meta word says that the buffer is tagged."""
     return bool(v & L.META_TAGGED)
 
 
 def up(v: int) -> int:
+    """One more."""
     return v + 1
 
 
 def down(v: int) -> int:
+    """One less."""
     return v - 1
 
 
@@ -382,7 +388,7 @@ FAULTS: tuple[Fault, ...] = (
         lambda b: [
             (
                 s.name,
-                lambda i=i: word(
+                lambda i=i: word(  # type: ignore[misc]
                     b, i, L.PARAMS + L.X_IN + 1, (int(b.table[i, L.PARAMS + L.X_IN + 1]) & ~0xFFFFFF00) | (i + 1) << 8
                 ),
             )
@@ -540,7 +546,7 @@ FAULTS: tuple[Fault, ...] = (
         "wrong operand",
         "addresses",
         lambda b: [
-            (s.name, lambda i=i: word(b, i, L.PARAMS + L.X_MIX_PROJ, int(b.table[i, L.PARAMS + L.X_MIX_NORM])))
+            (s.name, lambda i=i: word(b, i, L.PARAMS + L.X_MIX_PROJ, int(b.table[i, L.PARAMS + L.X_MIX_NORM])))  # type: ignore[misc]
             for i, s in enumerate(b.plan.stages)
             if s.body == "gemv" and b.table[i, L.PARAMS + L.X_MIX_PROJ]
         ],
@@ -561,7 +567,7 @@ FAULTS: tuple[Fault, ...] = (
         "overlapping buffers",
         "addresses",
         lambda b: [
-            (s.name, lambda i=i: word(b, i, named("moe", "RO_IDS"), int(b.table[i, named("moe", "RO_UNIQ")])))
+            (s.name, lambda i=i: word(b, i, named("moe", "RO_IDS"), int(b.table[i, named("moe", "RO_UNIQ")])))  # type: ignore[misc]
             for i, s in enumerate(b.plan.stages)
             if s.body == "route"
         ],
