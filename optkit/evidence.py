@@ -546,12 +546,15 @@ def main_evidence(argv: Sequence[str], seal: Seal | None = None, again: Again | 
     usage = ("usage: optkit evidence show RUN_DIR | verify RUN_DIR | merge RUN_DIR HARDWARE.json [HARDWARE.json ...]\n"
              "  show    the verdict and every check\n  verify  compute all digests again; the cubin is the "
              "audited one; the recipe gives the same Plan\n"
+             "          (`optkit evidence RUN_DIR` does the same)\n"
              "  merge   add what a machine with the GPU found, matched by the cubin's sha256; the records come from\n"
              "          python -m optkit.bench.hardware RUN_DIR --out FOLDER, run there\n"
              "example: optkit evidence show outputs/kimi_k3/tiny/latest")
     if "-h" in argv or "--help" in argv:
         print(usage)
         return 0
+    if len(argv) == 1 and Path(argv[0]).is_dir():
+        argv = ["verify", argv[0]]
     if len(argv) < 2 or argv[0] not in ("show", "verify", "merge") or (len(argv) > 2) != (argv[0] == "merge"):
         print(usage, file=sys.stderr)
         return 2

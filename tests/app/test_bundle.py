@@ -72,6 +72,8 @@ def test_a_finished_run_verifies(optkit: Optkit, folder: Path) -> None:
     lines = {line.split()[1]: line.split()[0] for line in result.out.splitlines()[:-1]}
     assert {"again/recipe", "again/plan", "audited/artifact/kernel.cubin", "digest/SHA256SUMS"} <= lines.keys()
     assert set(lines.values()) == {"pass"}
+    assert optkit("evidence", str(folder)) == result, "the folder alone means verify"
+    assert optkit("evidence", str(folder / "none")).code == 2
 
 
 def test_one_changed_byte_anywhere_is_found(optkit: Optkit, folder: Path) -> None:
