@@ -1,6 +1,7 @@
 """The library of planted faults: large enough, every kind there, every Plan and table fault caught, a miss noticed.
 
-Device faults take some 5 s each to compile: one in ten runs here, another tenth every day (OPTKIT_TENTH, 0 .. 9).
+Device faults take some 5 s each to compile: one in ten runs here, another tenth with every commit
+(OPTKIT_TENTH, 0 .. 9, set by scripts/test.sh).
 """
 
 from __future__ import annotations
