@@ -382,10 +382,11 @@ def accumulates(old: Body, k: int) -> Body:
 
     def run(stage: Stage, units: Any, mem: Memory) -> None:
         names = {a.buffer for a in stage.writes if a.buffer in mem.data and mem.data[a.buffer].dtype == torch.float32}
-        was = {n: torch.nan_to_num(mem.data[n]).clone() for n in names}
+        was = {n: mem.data[n].clone() for n in names}
         old(stage, units, mem)
         for n, t in was.items():
-            mem.data[n][...] = mem.data[n] + t * 2.0 ** -(12 + k)
+            new = mem.data[n] != t  # what this call wrote; NaN differs from everything
+            mem.data[n][...] = torch.where(new, mem.data[n] + torch.nan_to_num(t) * 2.0 ** -(12 + k), mem.data[n])
 
     return run
 

@@ -374,7 +374,12 @@ FAULTS: tuple[Fault, ...] = (
     F("splits averaged", "split-K partial", sites(attention, "attention_combine", wrong_softmax), S),
     F("pages of another request", "wrong address", sites(BODIES, "attn", with_inputs(other_pages)), S),
     F("pages in the wrong order", "wrong address", sites(BODIES, "attn", with_inputs(page_off)), S),
-    F("context cut where tables end", "wrong masking", sites(BODIES, "attn", with_inputs(late(window))), LOGITS),
+    F(
+        "context cut where tables end",
+        "wrong masking",
+        sites(BODIES, "attn", with_inputs(late(window)), "rope_insert"),
+        LOGITS,
+    ),
     F(
         "scores in bf16",
         "wrong arithmetic",

@@ -60,7 +60,7 @@ def choose(fault: Fault, plans: dict[str, Plan]) -> str | None:
     fit = [n for n, p in plans.items() if not need or {s.body for s in p.stages} & set(need)]
     if "counter" in fault.name or "wait" in fault.name or "signal" in fault.name:
         fit.sort(key=lambda n: -sum(e.mechanism == "counter" for e in plans[n].edges) / len(plans[n].edges))
-    if "tag" in fault.name:
+    if "tag" in fault.name.split():  # not "stage"
         fit.sort(key=lambda n: -sum(e.mechanism == "tagged" for e in plans[n].edges))
     if "rmsnorm" in fault.name:
         fit.sort(
