@@ -50,7 +50,7 @@ def judge(run: Path, entry: dict[str, Any], cubins: Path) -> list[str]:
     bench = Bench(run)
     if entry:
         cubin = lzma.decompress((cubins / entry["cubin"]).read_bytes())
-        bench.module = Module(cubin, LaunchFacts(entry["name"], entry["grid"], entry["threads"], entry["smem"]))
+        bench.module = Module(cubin, LaunchFacts(entry["kernel"], entry["grid"], entry["threads"], entry["smem"]))
     rows, red = bench.plan.rows, set()
 
     def attempt(gate: str, work: Callable[[], set[str]]) -> None:
@@ -126,11 +126,21 @@ def apart(folder: Path, run: str, key: str) -> list[str]:
     return json.loads(last[0])
 
 
+def record(index: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `--out` holds: the library's digest, the GPU, and one row per kernel judged."""
+    import torch
+
+    name = torch.cuda.get_device_name(0)
+    return {"schema": "optkit-planted-gpu/1", "library": index["library"], "gpu": name, "faults": results}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; 1 if a right kernel is red or a fault is caught by none of its gates."""
     parser = argparse.ArgumentParser(prog="python -m optkit.bench.planted", description=__doc__.splitlines()[0])
     parser.add_argument("dir", type=Path, metavar="DIR")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results here, as JSON")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the results here, as JSON; rows already there stand"
+    )
     parser.add_argument("--one", nargs=2, metavar=("RUN", "FAULT"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     index = json.loads((args.dir / "faults.json").read_text())
@@ -141,44 +151,25 @@ def main(argv: list[str] | None = None) -> int:
     runs = sorted({e["run"] for e in index["faults"]})
     jobs = [(r, {"name": "right kernel", "run": r, "gates": []}) for r in runs]
     jobs += [(e["run"], e) for e in sorted(index["faults"], key=lambda e: bool(e["gates"]))]
-    results, failed = [], 0
+    results = json.loads(args.out.read_text())["faults"] if args.out and args.out.is_file() else []
+    known = {(r["run"], r["name"], r["sha256"]) for r in results}
     for run, e in jobs:
+        if (run, e["name"], e.get("sha256", "")) in known:
+            continue
         begun = time.time()
         red = apart(args.dir, run, e["name"])
         ok = bool(set(red) & set(e["gates"])) if e["gates"] else not red
-        failed += not ok
-        results.append(
-            {
-                "name": e["name"],
-                "run": run,
-                "expected": e["gates"],
-                "red": red,
-                "caught": ok,
-                "sha256": e.get("sha256", ""),
-                "seconds": round(time.time() - begun, 1),
-            }
-        )
+        row = {"name": e["name"], "run": run, "expected": e["gates"], "red": red, "caught": ok}
+        results.append({**row, "sha256": e.get("sha256", ""), "seconds": round(time.time() - begun, 1)})
         print(
             f"{'ok' if ok else 'FAILED':7} {e['name']:60} {run:18} {', '.join(red) or 'green'} ({results[-1]['seconds']} s)",
             flush=True,
         )
+        if args.out:  # after each, so that a run that is cut off goes on where it stopped
+            args.out.write_text(json.dumps(record(index, results), indent=1) + "\n")
     planted = [r for r in results if r["expected"]]
     print(f"{sum(r['caught'] for r in planted)} of {len(planted)} faults caught on the GPU")
-    if args.out:
-        import torch
-
-        args.out.write_text(
-            json.dumps(
-                {
-                    "schema": "optkit-planted-gpu/1",
-                    "library": index["library"],
-                    "gpu": torch.cuda.get_device_name(0),
-                    "faults": results,
-                },
-                indent=1,
-            )
-            + "\n"
-        )
+    failed = sum(not r["caught"] for r in results)
     return 1 if failed else 0
 
 

@@ -89,7 +89,7 @@ def _compile(name: str, plan_json: str, delayed: bool, target: str) -> tuple[str
                 {
                     "cubin": at.name,
                     "sha256": kernel.sha256,
-                    "name": kernel.name,
+                    "kernel": kernel.name,
                     "grid": kernel.spec.grid,
                     "threads": kernel.threads,
                     "smem": kernel.smem,
@@ -130,7 +130,7 @@ def bundle(runs: list[Path], out: Path, jobs: int) -> dict[str, Any]:
             if isinstance(facts, str):
                 print(f"{name}: does not compile: {facts}", file=sys.stderr)
                 continue
-            entries.append({"name": name, "run": at, "delayed": delayed, "kind": kind, "gates": gates, **facts})
+            entries.append({**facts, "name": name, "run": at, "delayed": delayed, "kind": kind, "gates": gates})
             print(f"{name}: {at}, {(cubins / facts['cubin']).stat().st_size // 1024} KiB", flush=True)
     index = {"schema": SCHEMA, "library": digest(library()), "faults": entries}
     text = json.dumps(index, indent=1, sort_keys=True) + "\n"
