@@ -418,12 +418,6 @@ FAULTS: tuple[Fault, ...] = (
         S,
     ),
     F(
-        "epoch not counted",
-        "epoch reused",
-        sites(memory.Memory, "tag", lambda old, k: lambda self, stage: 1 << 16 | (stage + 1)),
-        ORDERS,
-    ),
-    F(
         "reduction without one rank",
         "split-K partial",
         sites(elementwise, "_add", lambda old, k: lambda p, terms: old(p, [0.5 * terms[0], *terms[1:]]), "ew"),

@@ -530,7 +530,7 @@ HARDWARE: tuple[Fault, ...] = (
             "dense.py",
             "gemv",
             "            acc = tile_mma(c, slot, xa + ch * (L.CHUNK_BF16 * 2), acc, cutlass.min(left, L.CHUNK_BF16) // 32)\n            tile_done(c, it)\n",
-            "            tile_done(c, it)\n            acc = tile_mma(c, slot, xa + ch * (L.CHUNK_BF16 * 2), acc, cutlass.min(left, L.CHUNK_BF16) // 32)\n",
+            '            tile_done(c, it)\n            M.P("nanosleep.u32 20000;", read_only_args=[])\n            acc = tile_mma(c, slot, xa + ch * (L.CHUNK_BF16 * 2), acc, cutlass.min(left, L.CHUNK_BF16) // 32)\n',
         ),
         gates=ANY,
     ),
